@@ -1,0 +1,281 @@
+"""Admission: acquiring pages for sequences, binding their rows, seating and retracting joiners."""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import frozen
+
+from context_cache.coordinator.calls.base import RequestCall
+from context_cache.coordinator.core import Core, Request
+from context_cache.coordinator.errors import ContractViolation
+from context_cache.coordinator.identity import HashChain, check_media
+from context_cache.coordinator.ledger import BOUND, LEASED
+from context_cache.coordinator.manager import (
+    AcquireStatus,
+    Lease,
+    LookupPolicy,
+    PlanKind,
+    ReusePlan,
+    require_coverage,
+)
+from context_cache.coordinator.types import (
+    ContextCacheBatchAdmission,
+    ContextCacheSequenceAdmission,
+    DecodingKvHeadroom,
+    Int32Array,
+    ResidentRef,
+)
+
+__all__ = [
+    "AcquireSequenceResult",
+    "Acquired",
+    "BeginCall",
+    "JoinCall",
+    "PrepareCall",
+    "acquire_sequence",
+    "check_headroom",
+    "check_input",
+    "check_resident",
+    "effective_policy",
+]
+
+
+@frozen
+class AcquireSequenceResult:
+    """Outcome of acquiring one sequence; ``lease`` is None when it was refused for capacity."""
+
+    status: AcquireStatus
+    plan: ReusePlan
+    chain: HashChain
+    lease: Lease | None = None
+    forced_cold: bool = False
+
+
+@frozen(eq=False)
+class Acquired:
+    """One sequence that has its pages, and what the ledger will know of it."""
+
+    sequence: ContextCacheSequenceAdmission
+    result: AcquireSequenceResult
+    lease: Lease
+    policy: LookupPolicy
+
+    @property
+    def resident(self) -> ResidentRef:
+        return self.sequence.resident
+
+
+def check_headroom(core: Core, headroom: DecodingKvHeadroom) -> None:
+    """Base headroom above 0, no draft headroom without paged draft state. Raises ContractViolation."""
+    if headroom.base_extra_tokens <= 0:
+        raise ContractViolation(
+            f"base headroom must be at least 1 position, got {headroom.base_extra_tokens}; a decode step writes one"
+        )
+    if headroom.draft_extra_tokens != 0:
+        raise ContractViolation(
+            f"draft headroom {headroom.draft_extra_tokens} without paged draft state; pass 0",
+            draft_extra_tokens=headroom.draft_extra_tokens,
+        )
+
+
+def check_resident(core: Core, ref: ResidentRef, taken: set[int]) -> None:
+    """Slot in range, epoch set, and nobody else on the slot. Raises ContractViolation."""
+    limit = core.deployment.max_batch
+    if not 0 <= ref.slot < limit:
+        raise ContractViolation(f"resident slot {ref.slot} is outside 0..{limit - 1}", slot=ref.slot)
+    if ref.epoch < 1:
+        raise ContractViolation(f"resident slot {ref.slot} has epoch {ref.epoch}; acquire it from the slot pool first")
+    if ref.slot in taken:
+        raise ContractViolation(f"resident slot {ref.slot} is named twice in one batch; give each sequence its own")
+    owner = core.ledger.owners[ref.slot]
+    if owner is not None:
+        raise ContractViolation(
+            f"resident slot {ref.slot} is held by request {owner} ({core.requests[owner].state}); "
+            "wait until that sequence has left, or take another slot",
+            slot=ref.slot, owner=owner,
+        )  # fmt: skip
+
+
+def effective_policy(batch: ContextCacheBatchAdmission, sequence: ContextCacheSequenceAdmission) -> LookupPolicy:
+    """BYPASS if the batch says so, else the sequence's override, else the batch's policy."""
+    if batch.lookup_policy is LookupPolicy.BYPASS or sequence.lookup_policy is None:
+        return batch.lookup_policy
+    return sequence.lookup_policy
+
+
+def check_input(core: Core, sequence: ContextCacheSequenceAdmission, headroom: DecodingKvHeadroom) -> None:
+    """Tokens present, media list complete, input + headroom within a row. Raises ContractViolation."""
+    tokens = sequence.token_ids.size
+    if tokens == 0:
+        raise ContractViolation("a sequence without tokens cannot be admitted; give at least one token")
+    check_media(sequence.per_position_media_hash, tokens)
+    pages = pages_needed(core, sequence, headroom)
+    if pages > core.row_pages:
+        raise ContractViolation(
+            f"{tokens} tokens + {headroom.base_extra_tokens} of headroom need {pages} pages, a row has room for "
+            f"{core.row_pages}; shorten the input or deploy a larger kv_capacity_tokens",
+            tokens=int(tokens), pages=pages, row_pages=core.row_pages,
+        )  # fmt: skip
+
+
+def pages_needed(core: Core, sequence: ContextCacheSequenceAdmission, headroom: DecodingKvHeadroom) -> int:
+    """Pages for the whole input and the first step's headroom."""
+    return int(-(-(sequence.token_ids.size + headroom.base_extra_tokens) // core.page_size))
+
+
+def acquire_sequence(
+    core: Core, sequence: ContextCacheSequenceAdmission, policy: LookupPolicy, headroom: DecodingKvHeadroom
+) -> AcquireSequenceResult:
+    """Find the reusable prefix of a checked input and lease the pages for input + headroom.
+
+    A hit that does not fit is tried again cold: *forced cold*. With plans whose only demand is pages the second try
+    can never succeed (what a cold plan needs more, it can gain by eviction at most); it is here for demands that a hit
+    has and a cold plan has not.
+    """
+    tokens = sequence.token_ids
+    pages = pages_needed(core, sequence, headroom)
+    started = core.nanoseconds()
+    chain = sequence.memo.chain(
+        core.hasher, core.page_size, tokens, sequence.key_extras, sequence.per_position_media_hash
+    )
+    manager = core.manager
+    plan = require_coverage(manager.plan(chain.digests, tokens.size, policy), pages)
+    planned = core.nanoseconds()
+    outcome = manager.acquire(plan)
+    forced_cold = False
+    derived = plan.reuse_token_length > 0 or plan.kind is PlanKind.FULL_INPUT_REWIND
+    if outcome.lease is None and policy is LookupPolicy.USE_CACHE and derived:
+        cold = require_coverage(manager.plan(chain.digests, tokens.size, LookupPolicy.BYPASS), pages)
+        outcome = manager.acquire(cold)
+        forced_cold = outcome.lease is not None
+    core.counters.planning_nanoseconds += planned - started
+    core.counters.acquiring_nanoseconds += core.nanoseconds() - planned
+    return AcquireSequenceResult(outcome.status, outcome.plan, chain, outcome.lease, forced_cold)
+
+
+class _Opening(RequestCall):
+    """Shared by founders and joiners: writing acquired sequences into the ledger, counting them once."""
+
+    __slots__ = ("acquired",)
+
+    def __init__(self, core: Core, request: Request, event: str, acquired: list[Acquired]) -> None:
+        super().__init__(core, request, event)
+        self.acquired = acquired
+
+    def open_rows(self, state: int) -> None:
+        core, batch = self.core, self.request.batch
+        for item in self.acquired:
+            sequence = item.sequence
+            core.ledger.open(
+                self.request.id,
+                sequence.resident,
+                item.lease,
+                item.result.chain.fork(),
+                sequence.token_ids,
+                sequence.key_extras,
+                sequence.per_position_media_hash,
+                reuse=item.result.plan.reuse_token_length,
+                state=state,
+                lookup_policy=item.policy,
+                commit_policy=batch.commit_policy,
+                replay_tail=batch.replay_tail_length,
+            )
+
+    def count(self) -> None:
+        for item in self.acquired:
+            self.core.counters.admitted(
+                item.result.plan,
+                media=item.sequence.has_media,
+                bypass=item.policy is LookupPolicy.BYPASS,
+                forced_cold=item.result.forced_cold,
+            )
+
+
+class BeginCall(_Opening):
+    """begin_request: the leases were acquired; they become the request's."""
+
+    __slots__ = ()
+
+    def take_leases(self) -> None:
+        self.open_rows(LEASED)
+        slots = np.array([item.resident.slot for item in self.acquired], np.int64)
+        self.core.requests[self.request.id] = self.request
+        self.request.order_by(slots, self.core.ledger)
+        self.count()
+
+
+class PrepareCall(RequestCall):
+    """prepare_prefill and enqueue_prefill_captures."""
+
+    __slots__ = ()
+
+    plain_checkpoint = False
+    joiner_waits = False
+
+    @property
+    def lengths(self) -> Int32Array:
+        return self.core.lengths_of(self.request)
+
+    def bind_rows(self) -> None:
+        core, ledger = self.core, self.core.ledger
+        slots = self.request.order.tolist()
+        core.table.bind((ledger.ref(slot), ledger.lease(slot).base_pages) for slot in slots)
+        ledger.state[self.request.order] = BOUND
+
+
+class JoinCall(_Opening):
+    """admit_sequence and retract_sequence_admission: the tail sequence of a running request."""
+
+    __slots__ = ("_joiner", "was_waiting")
+
+    def __init__(self, core: Core, request: Request, event: str, acquired: list[Acquired]) -> None:
+        super().__init__(core, request, event, acquired)
+        self._joiner = acquired[0].resident if acquired else core.ledger.ref(int(request.order[-1]))
+        # Counted without the joiner of this call: admission looks before it is bound, retraction after it has left.
+        self.was_waiting = request.joiners > (0 if acquired else 1)
+
+    @property
+    def joiner_waits(self) -> bool:
+        return self.was_waiting
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        count = len(self.request.slots)
+        bound = count > 0 and int(self.request.order[-1]) == self._joiner.slot
+        return (count - 1 if bound else count,)
+
+    @property
+    def lengths(self) -> Int32Array:
+        return self.core.lengths_of(self.request)
+
+    def bind_joiner(self) -> None:
+        core, request = self.core, self.request
+        self.open_rows(BOUND)
+        request.order_by(core.joined_order(request, self._joiner.slot), core.ledger)
+        request.recount(core.ledger)
+        core.table.bind([(self._joiner, self.acquired[0].lease.base_pages)])
+
+    def unbind_joiner(self) -> None:
+        # After a failed length install the joiner has no row yet.
+        if self.core.table.bound_epoch(self._joiner.slot) == self._joiner.epoch:
+            self.core.table.unbind([self._joiner])
+
+    def release_joiner(self) -> None:
+        core, request, slot = self.core, self.request, self._joiner.slot
+        if request.order.size and int(request.order[-1]) == slot:
+            core.ledger.lease(slot).release()
+            core.ledger.close(slot)
+            request.order_by(request.order[:-1], core.ledger)
+            request.recount(core.ledger)
+        else:
+            self.acquired[0].lease.release()
+        if self.owns_view and core.cache.active_batch_size > request.order.size:
+            core.cache.set_active_batch_size(request.order.size)
+
+    def withhold(self) -> None:
+        # The joiner's lease is withheld with the others even when its row was never opened.
+        core, request = self.core, self.request
+        if self.acquired and not (request.order.size and int(request.order[-1]) == self._joiner.slot):
+            self.open_rows(BOUND)
+            request.order_by(core.joined_order(request, self._joiner.slot), core.ledger)
+        super().withhold()

@@ -1,0 +1,31 @@
+"""The command line ``context-cache``.
+
+Rule: importing this package needs nothing beyond the standard library, so that a bare installation can still say what
+is missing. Everything that needs click, rich or msgspec is imported by ``main``.
+"""
+
+import sys
+from importlib.util import find_spec
+
+__all__ = ["main"]
+
+_REQUIRED = ("click", "msgspec", "rich")
+
+
+def main() -> None:
+    """Run the command line with the arguments of the process, and end the process.
+
+    Exit status 0: done; 1: the thing checked does not hold; 2: arguments, a file or the installation are
+    not usable, which one sentence on standard error explains.
+    """
+    missing = [name for name in _REQUIRED if find_spec(name) is None]
+    if missing:
+        print(
+            f"context-cache: the command line needs {', '.join(missing)}, which a bare installation leaves out; "
+            "run: pip install 'context-cache-coordinator[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    from context_cache.coordinator.cli.app import command_line
+
+    command_line.main(prog_name="context-cache")

@@ -1,0 +1,146 @@
+"""The commands of ``context-cache``.
+
+Rule 1: standard output carries the result and nothing else; progress, warnings and errors go to standard error.
+Rule 2: exit 0 is done, 1 means that the thing checked does not hold, 2 that arguments or a file are not usable. What
+the user got wrong is one sentence, never a traceback; a traceback is a bug of ours.
+Rule 3: a command imports what it needs when it runs, so that ``--help`` stays quick.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import IO, Any, Final
+
+import click
+
+__all__ = ["command_line"]
+
+_INT32_MAX: Final = 2**31 - 1
+
+
+class Unusable(click.ClickException):
+    """Arguments or a file that cannot be used: exit 2."""
+
+    exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"context-cache: {self.message}", file=file or sys.stderr)
+
+
+class DoesNotHold(Unusable):
+    """The command ran and what it checks does not hold: exit 1."""
+
+    exit_code = 1
+
+
+class _Commands(click.Group):
+    """Knows ``bench`` by name and imports it only when it is asked for."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*super().list_commands(context), "bench"])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name == "bench":
+            from context_cache.coordinator.cli.bench import bench_command
+
+            return bench_command()
+        return super().get_command(context, name)
+
+
+@click.group("context-cache", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="context-cache-coordinator", prog_name="context-cache")
+def command_line() -> None:
+    """Own the life of requests in a paged context cache: run workloads through it and measure it.
+
+    \b
+    Example:
+      context-cache run
+    """
+
+
+@command_line.command()
+@click.argument("workload", required=False, metavar="[WORKLOAD]")
+@click.option("--backend", type=click.Choice(["host", "cupy", "auto"]), default="host", show_default=True,
+              help="Where the pages live; auto takes the best one that works here.")
+@click.option("--pages", type=click.IntRange(1), metavar="N",
+              help="Pages in the pool.  [default: 4 x max-batch x pages of a row]")
+@click.option("--page-size", type=click.IntRange(1, 65_536), default=128, show_default=True, metavar="TOKENS",
+              help="Tokens of a page.")
+@click.option("--max-batch", type=click.IntRange(1, 65_536), default=32, show_default=True, metavar="N",
+              help="Sequences that run together; 1 finishes a request before the next lookup.")
+@click.option("--max-records", type=click.IntRange(1, _INT32_MAX), metavar="N",
+              help="Cached endpoints to keep.  [default: as many as the pages allow]")
+@click.option("--max-new-tokens", type=click.IntRange(1, _INT32_MAX), metavar="N",
+              help="Cap the output of each request; 1 means no decode step.")
+@click.option("--row-tokens", type=click.IntRange(1, _INT32_MAX), metavar="TOKENS",
+              help="Length of a page-table row.  [default: the longest request]")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Run only the first N requests.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, metavar="N",
+              help="Seed of the tokens that the embedded model emits.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")  # fmt: skip
+def run(
+    workload: str | None,
+    backend: str,
+    pages: int | None,
+    page_size: int,
+    max_batch: int,
+    max_records: int | None,
+    max_new_tokens: int | None,
+    row_tokens: int | None,
+    limit: int | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Run WORKLOAD through the coordinator and report reuse, cost and leaks.
+
+    WORKLOAD is a JSON Lines file, one request a line: token_ids or text and max_new_tokens (optionally lookup_policy,
+    commit_policy, tenant, arrival), or the Mooncake trace format (timestamp, input_length, output_length, hash_ids).
+    Without it the shipped workload runs; - is standard input. The embedded model computes nothing and emits
+    deterministic tokens. Exit 1 if a page leaked.
+
+    \b
+    Examples:
+      context-cache run
+      context-cache run requests.jsonl --pages 4096 --max-batch 8
+      context-cache run trace.jsonl --limit 1000 --json
+    """
+    if backend == "cupy":
+        raise Unusable("--backend cupy is not available in this version; use --backend host")
+
+    from context_cache.coordinator.cli.progress import LateProgress
+    from context_cache.coordinator.cli.report import print_report
+    from context_cache.coordinator.cli.scheduler import RunFailed, run_workload
+    from context_cache.coordinator.cli.sizing import SizeError, size_run
+    from context_cache.coordinator.cli.workload import WorkloadError, read_workload
+    from context_cache.coordinator.cli.workloads import shipped_workload
+
+    try:
+        if workload is None:
+            with shipped_workload() as path:
+                requests = read_workload(path, name="shipped workload")
+        else:
+            requests = read_workload(workload)
+        requests = requests.cut(limit=limit, max_new_tokens=max_new_tokens)
+        size = size_run(requests, page_size=page_size, max_batch=max_batch, pages=pages, row_tokens=row_tokens)
+    except (WorkloadError, SizeError) as error:
+        raise Unusable(str(error)) from None
+    try:
+        with LateProgress("requests", len(requests.requests)) as progress:
+            report = run_workload(requests, size, max_records=max_records, seed=seed, progress=progress)
+    except MemoryError:
+        raise Unusable(f"{size.pages} pages do not fit into memory; choose fewer with --pages") from None
+    except RunFailed as error:
+        raise DoesNotHold(str(error)) from None
+
+    if as_json:
+        click.echo(json.dumps(report.to_json()))
+    else:
+        from rich.console import Console
+
+        print_report(report, Console())
+    if report.leaked_pages:
+        raise DoesNotHold(
+            f"{report.leaked_pages} pages leaked: after the last request they were neither free nor in a record; "
+            "this is a bug, please report it with the workload and the options"
+        )

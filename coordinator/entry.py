@@ -1,0 +1,62 @@
+"""The door of a coordinator: one caller at a time, orphans first, broken invariants poison."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from context_cache.coordinator.calls.ending import reap_orphans
+from context_cache.coordinator.core import Core
+from context_cache.coordinator.errors import ContractViolation, InvariantViolation
+
+__all__ = ["Entry"]
+
+
+class Entry:
+    """``with entry:`` around every public call.
+
+    Raises ContractViolation when another call is in progress, on this thread (re-entrant) or on another one. There is
+    no waiting: the contract is one call after another, and this only tells when it is broken.
+    """
+
+    __slots__ = ("_core", "_lock")
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._lock = threading.Lock()
+
+    def try_enter(self) -> bool:
+        """Enter unless a call is in progress; orphans are reaped. Leave with ``leave``."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        if self._core.orphans:
+            try:
+                reap_orphans(self._core)
+            except BaseException:
+                self._lock.release()
+                raise
+        return True
+
+    def leave(self) -> None:
+        """The call is over."""
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        # try_enter without the call, where nobody waits to be reaped: this is on the way of every decode step.
+        entered = self.try_enter() if self._core.orphans else self._lock.acquire(blocking=False)
+        if not entered:
+            raise ContractViolation(
+                "another call on this coordinator is in progress; make calls one after another, one thread at a time"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._lock.release()
+            return
+        try:
+            if isinstance(error, InvariantViolation):
+                self._core.tell_service("invariant_broken")
+        finally:
+            self._lock.release()

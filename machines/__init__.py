@@ -1,0 +1,62 @@
+"""Lifecycles as tables: the framework, the runner, and the tables themselves.
+
+``spec``  what a machine is; refuses nonsense at import.
+``runner``  fires events on top of ``transitions``.
+``step``  what happened, as data.
+``request``, ``sequence``, ``coordinator``  the tables.
+"""
+
+from context_cache.machines.coordinator import COORDINATOR, EXECUTION, VIEW
+from context_cache.machines.request import REQUEST
+from context_cache.machines.runner import Call, Ending, EventRefused, LifecycleError, Runner, Subject
+from context_cache.machines.sequence import SEQUENCE, STATE_CODES, ask_table
+from context_cache.machines.spec import (
+    Couple,
+    DeviceAction,
+    Drain,
+    Guard,
+    HostStep,
+    MachineSpec,
+    Not,
+    SpecError,
+    State,
+    Transition,
+    each,
+)
+from context_cache.machines.step import Difference, Firing, ListRecorder, Recorder, Step, compare_steps
+
+ALL_MACHINES = (REQUEST, SEQUENCE, COORDINATOR, EXECUTION, VIEW)
+
+__all__ = [
+    "ALL_MACHINES",
+    "COORDINATOR",
+    "EXECUTION",
+    "REQUEST",
+    "SEQUENCE",
+    "STATE_CODES",
+    "VIEW",
+    "Call",
+    "Couple",
+    "DeviceAction",
+    "Difference",
+    "Drain",
+    "Ending",
+    "EventRefused",
+    "Firing",
+    "Guard",
+    "HostStep",
+    "LifecycleError",
+    "ListRecorder",
+    "MachineSpec",
+    "Not",
+    "Recorder",
+    "Runner",
+    "SpecError",
+    "State",
+    "Step",
+    "Subject",
+    "Transition",
+    "ask_table",
+    "compare_steps",
+    "each",
+]

@@ -1,0 +1,140 @@
+"""What happened, as data. One :class:`Step` for each row fired, refused or failed; no clocks, no ids of objects.
+
+A step is small because most of it is known before the row runs: everything but the subject, the steps that ran and
+the slots touched belongs to the :class:`Firing`, of which there is one for each (row, guard outcome, outcome).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from attrs import field, frozen
+
+__all__ = [
+    "DONE",
+    "Difference",
+    "Firing",
+    "ListRecorder",
+    "Recorder",
+    "Step",
+    "compare_steps",
+]
+
+DONE = "done"
+
+
+@frozen
+class Firing:
+    """The part of a step that its row, the guards' outcome and the ending decide.
+
+    row:        number of the row in its table, -1 for a refused event.
+    guards:     (name, outcome) of every guard looked at.
+    outcome:    ``done``, ``refused``, ``failed`` (a device error), ``drain_failed`` or ``publish_failed``.
+    work_ended: how outstanding device work was resolved: ``drained``, ``by_runtime_sync`` or None.
+    """
+
+    machine: str
+    row: int
+    event: str
+    source: str
+    target: str
+    guards: tuple[tuple[str, bool], ...]
+    outcome: str
+    work_ended: str | None
+
+
+@frozen
+class Step:
+    """One recorded step of one subject.
+
+    ran:    names of the steps that ran, in order; couplings that were taken as ``machine.event``.
+    slots:  logical slots touched.
+    failed: name of the step that failed, or None.
+    """
+
+    subject: str
+    firing: Firing
+    ran: tuple[str, ...] = ()
+    slots: tuple[int, ...] = ()
+    failed: str | None = None
+
+    @property
+    def machine(self) -> str:
+        return self.firing.machine
+
+    @property
+    def row(self) -> int:
+        return self.firing.row
+
+    @property
+    def event(self) -> str:
+        return self.firing.event
+
+    @property
+    def source(self) -> str:
+        return self.firing.source
+
+    @property
+    def target(self) -> str:
+        return self.firing.target
+
+    @property
+    def guards(self) -> tuple[tuple[str, bool], ...]:
+        return self.firing.guards
+
+    @property
+    def outcome(self) -> str:
+        return self.firing.outcome
+
+    @property
+    def work_ended(self) -> str | None:
+        return self.firing.work_ended
+
+    def __str__(self) -> str:
+        guards = ", ".join(name if outcome else f"not {name}" for name, outcome in self.guards)
+        text = f"{self.machine} {self.subject}: {self.source} --{self.event}"
+        text += f" [{guards}]" if guards else ""
+        text += f"--> {self.target}"
+        text += f" / {' / '.join(self.ran)}" if self.ran else ""
+        return text if self.outcome == DONE else f"{text} ({self.outcome}{f' at {self.failed}' if self.failed else ''})"
+
+
+class Recorder(Protocol):
+    """Where steps go. A recorder that raises is switched off and logged; it never stops a request."""
+
+    def record(self, step: Step) -> None:
+        """Take one step."""
+
+
+@frozen
+class ListRecorder:
+    """Keeps every step in a list."""
+
+    steps: list[Step] = field(factory=list)
+
+    def record(self, step: Step) -> None:
+        self.steps.append(step)
+
+
+@frozen
+class Difference:
+    """The first place where two step lists part. A side that has ended is None."""
+
+    index: int
+    expected: Step | None
+    actual: Step | None
+
+    def __str__(self) -> str:
+        return f"step {self.index}: expected {self.expected or 'no further step'}, got {self.actual or 'nothing'}"
+
+
+def compare_steps(expected: Sequence[Step], actual: Iterable[Step]) -> Difference | None:
+    """The first difference, or None when both lists are equal."""
+    index = 0
+    for step in actual:
+        wanted = expected[index] if index < len(expected) else None
+        if wanted != step:
+            return Difference(index, wanted, step)
+        index += 1
+    return Difference(index, expected[index], None) if index < len(expected) else None

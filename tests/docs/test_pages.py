@@ -1,0 +1,54 @@
+"""The README and the pages in docs/ say what the code does: pictures match the tables, examples run."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from context_cache.diagrams.pages import lifecycles_page, request_picture
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_shows_the_request_lifecycle_of_the_table():
+    assert request_picture() in README, "the table changed: put diagrams.pages.request_picture() into README.md"
+
+
+def test_the_lifecycles_page_is_up_to_date():
+    committed = (ROOT / "docs" / "lifecycles.md").read_text(encoding="utf-8")
+    assert committed == lifecycles_page(), (
+        "the tables changed: run `./dev python -m context_cache.diagrams.pages > docs/lifecycles.md`"
+    )
+
+
+def test_the_readme_example_runs_and_prints_what_it_says(tmp_path):
+    code = re.search(r"```python\n(.*?)```", README, re.S).group(1)
+    said = re.findall(r"# prints: (.*)", code)
+    script = tmp_path / "example.py"
+    script.write_text(code, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == said
+
+
+def test_the_readme_example_is_short():
+    code = re.search(r"```python\n(.*?)```", README, re.S).group(1)
+    # The imports in front of the first empty line do not count.
+    lines = [line for line in code.partition("\n\n")[2].splitlines() if line.strip()]
+    assert len(lines) <= 20
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_every_example_runs(script):
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_between_the_pages_lead_somewhere():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

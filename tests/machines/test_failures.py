@@ -1,0 +1,370 @@
+"""For every row of the request table: fail each step that can fail, and look where the request ends.
+
+The script of a call counts verbs, so a test is a row and the number of the verb that fails. ``failure_steps`` (a joiner
+that could not be bound leaves in order) go on counting where the steps stopped.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from context_cache.backends.base import DeviceError, DrainResult
+from context_cache.machines import (
+    REQUEST,
+    Couple,
+    DeviceAction,
+    Drain,
+    Ending,
+    HostStep,
+    LifecycleError,
+    ListRecorder,
+    Runner,
+    Subject,
+)
+
+DEVICE_VERBS = frozenset(
+    "upload_base_rows reset_base_lengths install_base_lengths compact_base_lengths copy_mapping "
+    "clear_resident_state".split()
+)
+FAULT = "cudaErrorLaunchFailure"
+RUNNER = Runner(REQUEST)  # shared, as all requests of a coordinator share one: nothing may be left over from a failure
+
+
+def own_steps(steps):
+    return [step for step in steps if not isinstance(step, Couple)]
+
+
+def cases(wanted, *, of=lambda row: row.steps):
+    """(row, number of the verb) for every step that is ``wanted``."""
+    return [
+        pytest.param(
+            row, number, id=f"{row.number}-{row.transition.source}-{row.transition.event}-{number}-{step.name}"
+        )
+        for row in REQUEST.rows
+        for number, step in enumerate(own_steps(of(row.transition)))
+        if wanted(step)
+    ]
+
+
+def is_action(step):
+    return isinstance(step, DeviceAction) and not step.clears
+
+
+def is_clearing(step):
+    return isinstance(step, DeviceAction) and step.clears
+
+
+def is_drain(step):
+    return isinstance(step, Drain)
+
+
+def is_publishing(step):
+    return isinstance(step, HostStep) and step.publishes
+
+
+ROWS_WITH_FAILURE_STEPS = [
+    pytest.param(row, number, id=f"{row.number}-{row.transition.source}-{number}-{step.name}")
+    for row in REQUEST.rows
+    if row.transition.failure_steps
+    for number, step in enumerate(own_steps(row.transition.steps))
+    if is_action(step)
+]
+
+
+def verbs(steps):
+    """What the log says of steps: a step and its verb have one name, but for the upload of cleared rows."""
+    return [{"upload_cleared_rows": "upload_base_rows"}.get(step.name, step.name) for step in steps]
+
+
+def up_to(steps, number):
+    """The steps before the ``number``-th one that is no coupling, couplings included."""
+    return steps[: steps.index(own_steps(steps)[number])] if number < len(own_steps(steps)) else steps
+
+
+def entry(state):
+    return REQUEST.by_state[state].on_enter
+
+
+class Run:
+    """One firing of ``row`` with a script: what was raised, where the subject is, what was done, what was recorded."""
+
+    def __init__(self, row, make_call, script):
+        item = row.transition
+        facts = dict.fromkeys(REQUEST.choices[item.source, item.event].names, False)
+        facts.update({guard.name: guard.wanted for guard in item.guards})
+        recorder = ListRecorder()
+        self.runner = RUNNER
+        self.runner.recorder = recorder
+        self.subject = Subject("r1", item.source)
+        self.call = make_call(REQUEST, facts, script)
+        self.raised = self.ending = None
+        try:
+            self.ending = self.runner.fire(self.subject, item.event, self.call)
+        except BaseException as error:
+            self.raised = error
+        self.runner.recorder = None
+        self.state, self.log, self.steps = self.subject.state, self.call.log, recorder.steps
+
+    @property
+    def step(self):
+        (step,) = self.steps
+        return step
+
+
+def device_error(verb="verb"):
+    return DeviceError(verb, "s", FAULT)
+
+
+# ---- a device action fails -------------------------------------------------
+
+
+@pytest.mark.parametrize(("row", "number"), cases(is_action))
+def test_a_device_error_leads_to_the_failure_state_and_is_raised_again(row, number, make_call):
+    """C104, C118: the state never claims what the failed action did not do, and the caller hears of it.
+
+    Later steps of the row must not run: an upload after a failed length action would work on lengths nobody knows.
+    """
+    item, error = row.transition, device_error()
+    run = Run(row, make_call, {number: error})
+    before = up_to(item.steps, number)
+    failing = own_steps(item.steps)[number]
+    assert run.raised is error
+    assert run.state == item.on_failure
+    after = (*item.failure_steps, *entry(item.on_failure))
+    assert run.log == verbs((*before, failing, *after))
+    step = run.step
+    assert step.ran == tuple(one.name for one in (*before, *after))
+    assert (step.outcome, step.failed) == ("failed", failing.name)
+    assert (step.source, step.target, step.row) == (item.source, item.on_failure, row.number)
+    assert step.work_ended != "by_runtime_sync"
+    if not any(is_drain(one) for one in (*before, *after)):
+        assert step.work_ended is None
+    assert "publish" not in run.log
+    assert "withhold" not in run.log
+
+
+@pytest.mark.parametrize(("row", "number"), cases(is_action))
+def test_after_a_device_error_nothing_was_freed_without_proof(row, number, make_call):
+    """Pages of the request stay; the joiner's go back only after the drain of its way out."""
+    log = Run(row, make_call, {number: device_error()}).log
+    assert "release" not in log
+    assert "retire" not in log
+    if "release_joiner" in log:
+        assert "drain" in log[: log.index("release_joiner")]
+
+
+@pytest.mark.parametrize(("row", "number"), cases(is_action))
+def test_after_a_device_error_the_request_can_still_end(row, number, make_call):
+    """C118, C102: the row is over. Where work is outstanding, the end drains first."""
+    run = Run(row, make_call, {number: device_error()})
+    call = make_call(REQUEST)
+    assert run.runner.fire(run.subject, "finish", call) is Ending.DONE
+    assert (call.log[0] == "drain") == REQUEST.by_state[run.state].outstanding
+    assert run.subject.state == "released"
+
+
+# ---- a clearing upload fails -----------------------------------------------
+
+
+@pytest.mark.parametrize(("row", "number"), cases(is_clearing))
+def test_a_failed_clearing_upload_is_reported_and_keeps_nothing(row, number, make_call):
+    """C106: the device was proven quiet, so the pages go back; who has to know (the coordinator) is told.
+
+    It could go wrong in two ways: the row stops, and pages are lost for ever, or the error is swallowed unseen.
+    """
+    error, item = device_error(), row.transition
+    run = Run(row, make_call, {number: error})
+    assert run.raised is None
+    assert run.ending is Ending.DONE
+    assert run.call.clearing_errors == [error]
+    assert run.state == item.target
+    assert run.log == verbs((*item.steps, *entry(item.target)))
+    assert (run.step.outcome, run.step.failed) == ("done", None)
+    assert {"release", "release_joiner"} & set(run.log)
+
+
+@pytest.mark.parametrize(("row", "number"), cases(is_clearing))
+@pytest.mark.parametrize("bug", [AssertionError("bug"), KeyboardInterrupt()], ids=["bug", "interrupt"])
+def test_only_device_errors_of_a_clearing_upload_are_tolerated(row, number, bug, make_call):
+    run = Run(row, make_call, {number: bug})
+    assert run.raised is bug
+    assert run.call.clearing_errors == []
+    assert "release" not in run.log
+
+
+# ---- a drain fails ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("interrupt", [None, KeyboardInterrupt(), SystemExit(3)], ids=["busy", "interrupt", "exit"])
+@pytest.mark.parametrize(("row", "number"), cases(is_drain))
+def test_a_failed_drain_withholds_everything(row, number, interrupt, make_call):
+    """No step follows a failed drain, least of all a device call or a release (C105 for the interrupt).
+
+    An interrupt that came while waiting has to wait for the failure state to be committed, and is raised then; were it
+    raised at once, a request whose device may still be reading could be ended as if nothing were the matter.
+    """
+    item = row.transition
+    run = Run(row, make_call, {number: DrainResult(ok=False, cause="busy", interrupt=interrupt)})
+    before, drain = up_to(item.steps, number), own_steps(item.steps)[number]
+    assert run.raised is interrupt
+    assert run.ending is (Ending.DRAIN_FAILED if interrupt is None else None)
+    assert run.state == item.on_drain_failure
+    assert run.log == verbs((*before, drain, *entry(item.on_drain_failure)))
+    after = run.log[run.log.index("drain") + 1 :]
+    assert not DEVICE_VERBS & set(after)
+    assert not {"release", "release_joiner", "retire", "unbind_rows", "unbind_joiner"} & set(after)
+    assert "coordinator.drain_failed" in after
+    assert "withhold" in after
+    step = run.step
+    assert (step.outcome, step.failed, step.target) == ("drain_failed", drain.name, item.on_drain_failure)
+    assert step.ran == tuple(one.name for one in (*before, *entry(item.on_drain_failure)))
+    assert step.work_ended is None
+
+
+def test_a_drain_fails_into_quarantine_from_live_states_and_into_poison_at_shutdown():
+    for row in REQUEST.transitions:
+        if any(is_drain(step) for step in (*row.steps, *row.failure_steps)):
+            assert row.on_drain_failure == ("poisoned" if row.event == "shutdown" else "quarantined")
+
+
+@pytest.mark.parametrize("state", ["quarantined", "poisoned"])
+def test_a_later_shutdown_may_succeed(state, make_call):
+    runner, subject = Runner(REQUEST), Subject("r1", state)
+    failing = make_call(REQUEST, {}, {0: DrainResult(ok=False)})
+    assert runner.fire(subject, "shutdown", failing) is Ending.DRAIN_FAILED
+    assert (subject.state, "release" in failing.log) == ("poisoned", False)
+    call = make_call(REQUEST)
+    assert runner.fire(subject, "shutdown", call) is Ending.DONE
+    assert (subject.state, call.log[:1], "release" in call.log) == ("released", ["drain"], True)
+
+
+# ---- publishing fails ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("full"), DeviceError("copy", "s", FAULT), AssertionError("books"), LifecycleError("late")],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize(("row", "number"), cases(is_publishing))
+def test_a_failed_publication_leads_to_its_state_and_is_raised_again(row, number, error, make_call):
+    """The advances are applied and stay; the device is as quiet as after a publication that went well."""
+    item = row.transition
+    run = Run(row, make_call, {number: error})
+    before = up_to(item.steps, number)
+    assert run.raised is error
+    assert run.state == item.on_publish_failure == item.target
+    assert run.log == verbs((*before, own_steps(item.steps)[number], *entry(item.on_publish_failure)))
+    assert "apply_advances" in run.log
+    step = run.step
+    assert (step.outcome, step.failed, step.target) == ("publish_failed", "publish", item.on_publish_failure)
+    assert step.ran == tuple(one.name for one in (*before, *entry(item.on_publish_failure)))
+    assert step.work_ended == "by_runtime_sync"
+
+
+# ---- failures while a joiner leaves ---------------------------------------
+
+
+def way_out(row, number, name):
+    """Number of the verb that the failure step ``name`` is, when verb ``number`` of the row has failed."""
+    names = [step.name for step in own_steps(row.transition.failure_steps)]
+    return number + 1 + names.index(name)
+
+
+def test_only_admit_sequence_has_something_left_to_do_after_a_device_error():
+    assert {row.event for row in REQUEST.transitions if row.failure_steps} == {"admit_sequence"}
+    assert len(ROWS_WITH_FAILURE_STEPS) == 6  # two sources, a view that is current (one action) or not (two)
+
+
+@pytest.mark.parametrize("interrupt", [None, KeyboardInterrupt()], ids=["busy", "interrupt"])
+@pytest.mark.parametrize(("row", "number"), ROWS_WITH_FAILURE_STEPS)
+def test_the_drain_of_a_joiner_that_leaves_fails(row, number, interrupt, make_call):
+    """Then the whole request is quarantined, the joiner's lease included; the drain's interrupt goes before the error.
+
+    It could go wrong by going on to unbind and release the joiner, whose pages the device may be reading.
+    """
+    error = device_error()
+    busy = DrainResult(ok=False, cause="busy", interrupt=interrupt)
+    run = Run(row, make_call, {number: error, way_out(row, number, "drain"): busy})
+    assert run.raised is (error if interrupt is None else interrupt)
+    assert run.state == "quarantined"
+    after = run.log[run.log.index("drain") + 1 :]
+    assert after == verbs(entry("quarantined"))
+    assert "release_joiner" not in run.log
+    assert (run.step.outcome, run.step.failed) == ("failed", own_steps(row.transition.steps)[number].name)
+    assert (run.step.target, run.step.work_ended) == ("quarantined", None)
+    assert "unbind_joiner" not in run.step.ran
+    assert "withhold" in run.step.ran
+
+
+@pytest.mark.parametrize(("row", "number"), ROWS_WITH_FAILURE_STEPS)
+def test_clearing_the_row_of_a_joiner_that_leaves_fails(row, number, make_call):
+    """The joiner is released all the same, the request is where it was, the first error is the one raised."""
+    error, second = device_error("first"), device_error("second")
+    run = Run(row, make_call, {number: error, way_out(row, number, "upload_cleared_rows"): second})
+    assert run.raised is error
+    assert run.call.clearing_errors == [second]
+    assert run.state == row.transition.source
+    assert "release_joiner" in run.log
+    assert "execution.undo_take" in run.log
+    assert run.step.outcome == "failed"
+
+
+@pytest.mark.parametrize(("row", "number"), ROWS_WITH_FAILURE_STEPS)
+@pytest.mark.parametrize("name", ["unbind_joiner", "upload_cleared_rows", "release_joiner"])
+def test_a_bug_while_a_joiner_leaves_is_not_caught(row, number, name, make_call):
+    bug = AssertionError("bug")
+    run = Run(row, make_call, {number: device_error(), way_out(row, number, name): bug})
+    assert run.raised is bug
+    assert run.state == "seating", "entered first, so that the end of life drains"
+    call = make_call(REQUEST)
+    run.runner.fire(run.subject, "drop", call)
+    assert call.log[0] == "drain"
+
+
+# ---- anything else is a bug ------------------------------------------------
+
+
+@pytest.mark.parametrize("bug", [AssertionError("bug"), KeyboardInterrupt()], ids=["bug", "interrupt"])
+@pytest.mark.parametrize(("row", "number"), cases(lambda step: not is_publishing(step)))
+def test_what_is_no_device_error_is_not_caught(row, number, bug, make_call):
+    """No tidy state for a broken assert: it goes up as it is, and no later step, coupling or entry action runs.
+
+    The subject is in the target if that has outstanding work (it was entered first), else still in the source, so the
+    request can be ended safely in both cases.
+    """
+    item = row.transition
+    run = Run(row, make_call, {number: bug})
+    assert run.raised is bug
+    outstanding = REQUEST.by_state[item.target].outstanding
+    assert run.state == (item.target if outstanding else item.source)
+    assert run.log == verbs((*up_to(item.steps, number), own_steps(item.steps)[number]))
+    if run.state not in ("new", "quarantined", "poisoned"):
+        call = make_call(REQUEST)
+        assert run.runner.fire(run.subject, "drop", call) is Ending.DONE
+        assert (call.log[0] == "drain") == REQUEST.by_state[run.state].outstanding
+
+
+@pytest.mark.parametrize(("row", "number"), cases(is_publishing))
+def test_an_interrupt_while_publishing_is_not_a_failed_publication(row, number, make_call):
+    """C105: KeyboardInterrupt always propagates; the source is outstanding, so ending the request drains."""
+    interrupt = KeyboardInterrupt()
+    run = Run(row, make_call, {number: interrupt})
+    assert run.raised is interrupt
+    assert REQUEST.by_state[run.state].outstanding
+    assert run.state in (row.transition.source, row.transition.target)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in REQUEST.rows if own_steps(row.transition.steps)], ids=lambda r: r.number
+)
+def test_whatever_interrupts_a_row_that_used_the_device_the_end_of_life_drains(row, make_call):
+    """The rule of all tables, for an interrupt at every step: was a device verb called, then a drain precedes release.
+
+    Clearing uploads do not count: the device was proven quiet before them, and they write only the table.
+    """
+    for number in range(len(own_steps(row.transition.steps))):
+        run = Run(row, make_call, {number: KeyboardInterrupt()})
+        actions = [step.name for step in own_steps(row.transition.steps)[: number + 1] if is_action(step)]
+        if actions:
+            assert REQUEST.by_state[run.state].outstanding, f"number {number}, after {actions[-1]}"
