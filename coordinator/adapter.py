@@ -267,7 +267,7 @@ class ContextCacheRequest:
             raise ContractViolation("no decode step is prepared; call prepare_decode_step first")
         if self._before.size != self._inputs.size:
             raise ContractViolation("the batch changed between preparing and completing the step")
-        if counts is None and reasons is None:
+        if counts is None and reasons is None and publishable is None:
             committed = self._inputs + self._generated
             if not self._lookahead:
                 committed += 1

@@ -92,12 +92,28 @@ class Ending(enum.Enum):
     DRAIN_FAILED = "drain_failed"
 
 
+class _ActionFailed(Exception):
+    """Internal: unwinds a row after a device action raised. Only actions are expected to; a host step is not."""
+
+    def __init__(self, step: str, error: DeviceError) -> None:
+        super().__init__(step, error)
+        self.step, self.error = step, error
+
+
 class _DrainFailed(Exception):
     """Internal: unwinds a row after a failed drain."""
 
-    def __init__(self, result: DrainResult) -> None:
-        super().__init__(result)
-        self.result = result
+    def __init__(self, step: str, result: DrainResult) -> None:
+        super().__init__(step, result)
+        self.step, self.result = step, result
+
+
+class _PublishFailed(Exception):
+    """Internal: unwinds a row after publishing raised."""
+
+    def __init__(self, step: str, error: Exception) -> None:
+        super().__init__(step, error)
+        self.step, self.error = step, error
 
 
 class _Fire:
@@ -252,6 +268,9 @@ class Runner:
                     run(call)
             if self.recorder is not None:
                 self._note(subject, row, call, choice, mask, row.names, DONE, None, row.transition.work_ended)
+        except BaseException:
+            self._note(subject, row, call, choice, mask, (), "raised", None, None)
+            raise
         finally:
             subject._in_row = False
 
@@ -271,21 +290,27 @@ class Runner:
         try:
             try:
                 drained = self._walk(row.plan, subject, call, choice, ran)
-            except DeviceError:
-                failed = ran.pop()
-                interrupt = self._after_device_error(subject, row, call, choice, ran)
-                self._note(subject, row, call, choice, mask, ran, "failed", failed, None)
-                if interrupt is not None:
-                    raise interrupt from None
-                raise
+            except _ActionFailed as failure:
+                interrupt, drained = self._after_device_error(subject, row, call, choice, ran)
+                ended = "drained" if drained else None
+                self._note(subject, row, call, choice, mask, ran, "failed", failure.step, ended)
+                raise interrupt or failure.error from None
             except _DrainFailed as failure:
-                return self._after_failed_drain(subject, row, call, choice, mask, ran, failure.result)
+                assert item.on_drain_failure is not None
+                self._enter(subject, row, item.on_drain_failure, call, choice, ran)
+                self._note(subject, row, call, choice, mask, ran, "drain_failed", failure.step, None)
+                if failure.result.interrupt is not None:
+                    raise failure.result.interrupt from None
+                return Ending.DRAIN_FAILED
             except _PublishFailed as failure:
-                failed = ran.pop()
                 assert item.on_publish_failure is not None
                 self._enter(subject, row, item.on_publish_failure, call, choice, ran)
-                self._note(subject, row, call, choice, mask, ran, "publish_failed", failed, item.work_ended)
+                self._note(subject, row, call, choice, mask, ran, "publish_failed", failure.step, item.work_ended)
                 raise failure.error from None
+            except BaseException:
+                # A bug or an interrupt: passed on as it is. The trace says where it left the subject.
+                self._note(subject, row, call, choice, mask, ran, "raised", None, None)
+                raise
             if self.recorder is not None:
                 self._note(subject, row, call, choice, mask, ran, DONE, None, "drained" if drained else item.work_ended)
             return Ending.DONE
@@ -295,16 +320,19 @@ class Runner:
     def _walk(
         self, plan: tuple[tuple[int, Any, str], ...], subject: Subject, call: Call, choice: Choice, ran: list[str]
     ) -> bool:
-        """Run steps in order; whether a drain succeeded. The name of a step that raises is the last of ``ran``."""
+        """Run steps in order, noting in ``ran`` those that did something; whether a drain succeeded."""
         drained = False
         for code, run, name in plan:
             if code == 0:  # Row.HOST
                 run(call)
                 ran.append(name)
             elif code == 1:  # Row.ACTION
-                ran.append(name)
-                if not run(call):
-                    ran.pop()
+                try:
+                    acted = run(call)
+                except DeviceError as error:
+                    raise _ActionFailed(name, error) from None
+                if acted:
+                    ran.append(name)
             elif code == 2:  # Row.COUPLE
                 couple: Couple = run
                 if call.couple(couple.machine, couple.event):
@@ -315,22 +343,21 @@ class Runner:
                 else:
                     self._machine.set_state(name, subject)
             elif code == 3:  # Row.DRAIN
-                ran.append(name)
                 result: DrainResult = run(call)
                 if not result.ok:
-                    raise _DrainFailed(result)
+                    raise _DrainFailed(name, result)
                 drained = True
-            elif code == 4:  # Row.PUBLISH
                 ran.append(name)
+            elif code == 4:  # Row.PUBLISH
                 try:
                     run(call)
                 except Exception as error:
-                    raise _PublishFailed(error) from error
-            else:  # Row.CLEARING
+                    raise _PublishFailed(name, error) from None
                 ran.append(name)
+            else:  # Row.CLEARING
                 try:
-                    if not run(call):
-                        ran.pop()
+                    if run(call):
+                        ran.append(name)
                 except DeviceError as error:
                     call.clearing_failed(error)
         return drained
@@ -343,32 +370,21 @@ class Runner:
 
     def _after_device_error(
         self, subject: Subject, row: Row, call: Call, choice: Choice, ran: list[str]
-    ) -> BaseException | None:
-        """Do what is left to do and enter the failure state; an interrupt that came meanwhile is returned."""
+    ) -> tuple[BaseException | None, bool]:
+        """Do what is left to do, enter the failure state: an interrupt that came meanwhile, and whether it drained."""
         end = row.transition.on_failure
         assert end is not None
         interrupt: BaseException | None = None
+        drained = False
         if row.failure_plan:
             try:
-                self._walk(row.failure_plan, subject, call, choice, ran)
+                drained = self._walk(row.failure_plan, subject, call, choice, ran)
             except _DrainFailed as failure:
                 end = row.transition.on_drain_failure
                 assert end is not None
                 interrupt = failure.result.interrupt
         self._enter(subject, row, end, call, choice, ran)
-        return interrupt
-
-    def _after_failed_drain(
-        self, subject: Subject, row: Row, call: Call, choice: Choice, mask: int, ran: list[str], result: DrainResult
-    ) -> Ending:
-        failed = ran.pop()
-        end = row.transition.on_drain_failure
-        assert end is not None
-        self._enter(subject, row, end, call, choice, ran)
-        self._note(subject, row, call, choice, mask, ran, "drain_failed", failed, None)
-        if result.interrupt is not None:
-            raise result.interrupt
-        return Ending.DRAIN_FAILED
+        return interrupt, drained
 
     def _enter(self, subject: Subject, row: Row, end: str, call: Call, choice: Choice, ran: list[str]) -> None:
         self._commit(subject, end, choice)
@@ -408,11 +424,3 @@ class Runner:
             # A trace is worth less than a request: the recorder is switched off, and the log says so.
             self.recorder = None
             _log.exception("%s: the recorder raised and is switched off", self.spec.name)
-
-
-class _PublishFailed(Exception):
-    """Internal: unwinds a row after publishing raised."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error

@@ -69,12 +69,12 @@ SEQUENCE: Final = MachineSpec(
                    guards=(Not(brings_tokens), Not(named))),
         *each(("bound", "seated", "terminal"), event="compact_batch", guards=(Not(named),),
               on_drain_failure="quarantined"),
-        *each(("bound", "seated", "terminal"), event="compact_batch", target="retired", guards=(named,),
-              on_drain_failure="quarantined"),
+        *(Transition(event="compact_batch", source=source, target="retired", guards=(named,), on_failure=source,
+                     on_drain_failure="quarantined") for source in ("bound", "seated", "terminal")),
         *each(_LIVE, event="finish", target="released", on_drain_failure="quarantined"),
         *each(_LIVE, event="drop", target="released", on_drain_failure="quarantined"),
         # Any other drain of the request that fails takes all its sequences along.
-        *each(_LIVE, event="drain_failed", target="quarantined"),
+        *each(("bound", "seated", "terminal"), event="drain_failed", target="quarantined"),
         Transition(event="shutdown", source="quarantined", target="released", on_drain_failure="quarantined"),
     ),
 )  # fmt: skip

@@ -372,7 +372,7 @@ class MachineSpec:
             if possible and end is None:
                 raise SpecError(f"{self.name}: {row} has {what} but no {attribute}; say where its failure leads")
             if end is not None and not possible:
-                raise SpecError(f"{self.name}: {row} has {attribute}={end!r} but no {what} that could fail; drop it")
+                raise SpecError(f"{self.name}: {row} has {attribute}={end!r} but not {what} that could fail; drop it")
         for step in row.failure_steps:
             if (isinstance(step, DeviceAction) and not step.clears) or (isinstance(step, HostStep) and step.publishes):
                 raise SpecError(
@@ -390,6 +390,8 @@ class MachineSpec:
                     raise SpecError(f"{self.name}: {named.name!r} in {row} means two things; give one another name")
         for state in self.states:
             for step in state.on_enter:
+                if isinstance(step, HostStep) and step.publishes:
+                    raise SpecError(f"{self.name}: entering {state.name!r} publishes, which could fail; do it in a row")
                 if meanings.setdefault(step.name, step) != step:
                     raise SpecError(
                         f"{self.name}: {step.name!r} on entering {state.name!r} means two things; give one another name"

@@ -18,8 +18,11 @@ from context_cache.machines import (
     HostStep,
     LifecycleError,
     ListRecorder,
+    MachineSpec,
     Runner,
+    State,
     Subject,
+    Transition,
 )
 
 DEVICE_VERBS = frozenset(
@@ -368,3 +371,38 @@ def test_whatever_interrupts_a_row_that_used_the_device_the_end_of_life_drains(r
         actions = [step.name for step in own_steps(row.transition.steps)[: number + 1] if is_action(step)]
         if actions:
             assert REQUEST.by_state[run.state].outstanding, f"number {number}, after {actions[-1]}"
+
+
+# ---- a row is run the same way whatever surrounds it -----------------------
+
+KINDS = {
+    "device action": (DeviceAction("send", lambda call: call.do("copy_mapping")), {"on_failure": "hurt"}),
+    "publishing": (HostStep("tell", lambda call: call.do("publish"), publishes=True), {"on_publish_failure": "hurt"}),
+    "drain": (Drain("wait", lambda call: call.do("drain")), {"on_drain_failure": "hurt"}),
+}
+
+
+@pytest.mark.parametrize("way", ["fire", "offer"])
+@pytest.mark.parametrize("hot", [False, True], ids=["cold", "hot"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_smallest_row_that_can_fail_takes_its_failure_state(kind, hot, way, make_call):
+    """One step, plain states, nothing on entering: a kind of row that tempts a runner to take a short cut."""
+    step, failure = KINDS[kind]
+    spec = MachineSpec(
+        name="small",
+        initial="whole",
+        states=(State("whole", "before"), State("done", "after", final=True), State("hurt", "failed", final=True)),
+        transitions=(Transition(event="go", source="whole", target="done", steps=(step,), hot=hot, **failure),),
+    )
+    recorder, subject = ListRecorder(), Subject("s1", "whole")
+    runner = Runner(spec, recorder)
+    error = DrainResult(ok=False) if kind == "drain" else device_error()
+    raised = None
+    try:
+        getattr(runner, way)(subject, "go", make_call(spec, {}, {0: error}))
+    except DeviceError as caught:
+        raised = caught
+    assert raised is (None if kind == "drain" else error)
+    assert subject.state == "hurt"
+    (recorded,) = recorder.steps
+    assert (recorded.target, recorded.failed, recorded.ran) == ("hurt", step.name, ())

@@ -20,6 +20,7 @@ from context_cache.machines import (
     EXECUTION,
     REQUEST,
     SEQUENCE,
+    VIEW,
     Couple,
     DeviceAction,
     Ending,
@@ -345,6 +346,54 @@ def test_an_event_from_inside_a_row_of_the_same_subject_is_refused(state, event,
     assert recorder.steps[0].target == target
 
 
+REGION_ROWS = [
+    pytest.param(spec, row, id=f"{spec.name}-{row}") for spec in (EXECUTION, VIEW) for row in spec.transitions
+]
+
+
+def region_facts(spec, row):
+    facts = dict.fromkeys(spec.choices[row.source, row.event].names, False)
+    return facts | {guard.name: guard.wanted for guard in row.guards}
+
+
+@pytest.mark.parametrize("way", ["fire", "offer"])
+@pytest.mark.parametrize(("spec", "row"), REGION_ROWS)
+def test_rows_without_device_steps_are_no_less_guarded_against_events_from_inside(spec, row, way, make_call):
+    """C119: such rows have nothing to unwind and may take a shorter way; it must refuse, and end, like the long one."""
+    recorder, subject, refusals = ListRecorder(), Subject("c", row.source), []
+    runner, facts = Runner(spec, recorder), region_facts(spec, row)
+
+    def ask():
+        for inner in ("fire", "offer"):
+            with pytest.raises(LifecycleError, match=f"{spec.name} c: '{row.event}' was fired from inside"):
+                getattr(runner, inner)(subject, row.event, make_call(spec, facts))
+            refusals.append(inner)
+
+    assert getattr(runner, way)(subject, row.event, make_call(spec, facts, {0: ask}))
+    assert refusals == ["fire", "offer"]
+    assert subject.state == row.target
+    assert [step.event for step in recorder.steps] == [row.event]
+    following = spec.accepted(row.target)[0]
+    assert runner.offer(
+        subject, following, make_call(spec, dict.fromkeys(spec.choices[row.target, following].names, True))
+    )
+
+
+@pytest.mark.parametrize("way", ["fire", "offer"])
+@pytest.mark.parametrize("bug", [AssertionError("bug"), KeyboardInterrupt()], ids=["bug", "interrupt"])
+@pytest.mark.parametrize(("spec", "row"), REGION_ROWS)
+def test_a_bug_in_a_row_without_device_steps_leaves_its_source(spec, row, bug, way, make_call):
+    recorder, subject = ListRecorder(), Subject("c", row.source)
+    runner, call = Runner(spec, recorder), make_call(spec, region_facts(spec, row), {0: bug})
+    with pytest.raises(type(bug)) as caught:
+        getattr(runner, way)(subject, row.event, call)
+    assert caught.value is bug
+    assert subject.state == row.source
+    assert [(step.outcome, step.target) for step in recorder.steps] == [("raised", row.source)]
+    assert getattr(runner, way)(subject, row.event, make_call(spec, region_facts(spec, row)))
+    assert subject.state == row.target
+
+
 def test_one_subjects_row_may_drive_another_subject(make_call):
     """C101: r1's row ends r2 and then fails; r2 has ended all the same, and r1 alone goes to its failure state."""
     recorder = ListRecorder()
@@ -522,6 +571,23 @@ def test_a_run_does_not_depend_on_being_recorded(spec, state, event, mask, make_
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize("spec", ALL_MACHINES, ids=lambda spec: spec.name)
+def test_what_was_recorded_before_does_not_colour_a_step(spec, make_call):
+    """Parts of a step are shared between steps; one runner that has seen every outcome must say what a new one says."""
+    shared = ListRecorder()
+    old = Runner(spec, shared)
+    for _ in range(2):
+        for (state, event), choice in spec.choices.items():
+            for mask, row in enumerate(choice.rows):
+                if row is None:
+                    continue
+                facts, fresh = dict(choice.outcomes[mask]), ListRecorder()
+                for runner in (old, Runner(spec, fresh)):
+                    assert runner.offer(Subject("s1", state), event, make_call(spec, facts))
+                assert shared.steps[-1] == fresh.steps[-1]
+                assert shared.steps[-1].guards == choice.outcomes[mask]
+
+
 # ---- any sequence of events ------------------------------------------------
 
 
@@ -560,3 +626,26 @@ def test_a_trace_holds_every_change_and_leads_to_the_same_state(scripted_call, h
         state = step.target
     assert state == subject.state
     assert len(recorder.steps) == len(history)
+
+
+def test_a_device_error_from_a_host_step_is_a_bug_like_any_other(make_call):
+    """Only device actions may fail. It could go wrong by taking the failure row and blaming the step before."""
+    recorder, subject = ListRecorder(), Subject("r1", "admitted")
+    odd = DeviceError("upload_rows", "s", "not from an action")
+    with pytest.raises(DeviceError) as caught:
+        Runner(REQUEST, recorder).fire(subject, "prepare_prefill", make_call(REQUEST, {}, {0: odd}))
+    assert caught.value is odd
+    assert subject.state == "prefilling"
+    assert [(step.outcome, step.failed) for step in recorder.steps] == [("raised", None)]
+
+
+def test_an_interrupted_row_is_recorded_where_it_left_its_subject(make_call):
+    """C108. A trace without it would show the next step starting where no step had ended."""
+    recorder, subject = ListRecorder(), Subject("r1", "settled")
+    facts = {"growth_possible": True, "view_current": True, "only_sequence": False}
+    with pytest.raises(KeyboardInterrupt):
+        Runner(REQUEST, recorder).fire(
+            subject, "prepare_decode_step", make_call(REQUEST, facts, {0: KeyboardInterrupt()})
+        )
+    step = recorder.steps[-1]
+    assert (step.source, step.target, step.outcome) == ("settled", subject.state, "raised")

@@ -501,7 +501,9 @@ def test_a_failed_drain_takes_a_sequence_along():
             assert row.on_drain_failure == "quarantined", str(row)
         else:
             assert row.on_drain_failure is None, str(row)
-        assert row.on_failure == {"admit_sequence": "retracted", "prepare_prefill": "bound"}.get(row.event), str(row)
+        unchanged = row.source if row.target == "retired" else None
+        expected = {"admit_sequence": "retracted", "prepare_prefill": "bound", "compact_batch": unchanged}
+        assert row.on_failure == expected.get(row.event), str(row)
 
 
 def test_a_sequence_only_follows_its_request():
