@@ -195,3 +195,53 @@ class Backend(Protocol):
 
     def clear_resident_row(self, tensors: tuple[DeviceArray, ...], slot: int, stream: Any) -> None:
         """Zero row ``slot`` of every tensor."""
+
+    def zero_rows(self, tensors: tuple[DeviceArray, ...], rows: Int32Array, stream: Any) -> None:
+        """``tensor[rows[i]] = 0`` for every tensor and i. rows: staged int32[n], each at most once."""
+
+    def copy_rows(
+        self,
+        dest_tensors: tuple[DeviceArray, ...],
+        dest_rows: Int32Array,
+        source_tensors: tuple[DeviceArray, ...],
+        source_rows: Int32Array,
+        stream: Any,
+    ) -> None:
+        """``dest[dest_rows[i]] = source[source_rows[i]]`` for every pair of tensors and i, byte for byte.
+
+        Row sizes and dtypes of a pair are equal, the two do not overlap. dest_rows, source_rows: staged int32[n]; a
+        destination at most once.
+        """
+
+    def capture_pages(
+        self,
+        slabs: tuple[DeviceArray, ...],
+        slots: Int32Array,
+        pools: tuple[DeviceArray, ...],
+        pages: Int32Array,
+        tokens: Int32Array,
+        stream: Any,
+    ) -> None:
+        """``slab[slots[i], h, :tokens[i]] = pool[h, pages[i], :tokens[i]]`` for every layer, i, and h = 0 (K), 1 (V).
+
+        slabs ``[slots, 2, P, kv_heads, head_dim]``, pools ``[2, pages, P, kv_heads, head_dim]``, one pair per layer;
+        slots, pages, tokens: staged int32[n], 1 <= tokens <= P, a slot at most once. Byte for byte, and bytes behind
+        the tokens are not touched.
+        """
+
+    def restore_pages(
+        self,
+        pools: tuple[DeviceArray, ...],
+        pages: Int32Array,
+        slabs: tuple[DeviceArray, ...],
+        slots: Int32Array,
+        tokens: Int32Array,
+        stream: Any,
+    ) -> None:
+        """``pool[h, pages[i], :tokens[i]] = slab[slots[i], h, :tokens[i]]``: capture_pages the other way round.
+
+        A page at most once; a slot may be restored into several pages.
+        """
+
+    def copy_row(self, dest: DeviceArray, dest_row: int, source: DeviceArray, source_row: int, stream: Any) -> None:
+        """``dest[dest_row] = source[source_row]``, two-dimensional arrays of one width and dtype."""

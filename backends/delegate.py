@@ -82,3 +82,45 @@ class DelegatingBackend:
 
     def clear_resident_row(self, tensors: tuple[DeviceArray, ...], slot: int, stream: Stream) -> None:
         self.verb("clear_resident_row", stream, lambda: self.inner.clear_resident_row(tensors, slot, stream))
+
+    def zero_rows(self, tensors: tuple[DeviceArray, ...], rows: Int32Array, stream: Stream) -> None:
+        self.verb("zero_rows", stream, lambda: self.inner.zero_rows(tensors, rows, stream))
+
+    def copy_rows(
+        self,
+        dest_tensors: tuple[DeviceArray, ...],
+        dest_rows: Int32Array,
+        source_tensors: tuple[DeviceArray, ...],
+        source_rows: Int32Array,
+        stream: Stream,
+    ) -> None:
+        self.verb(
+            "copy_rows",
+            stream,
+            lambda: self.inner.copy_rows(dest_tensors, dest_rows, source_tensors, source_rows, stream),
+        )
+
+    def capture_pages(
+        self,
+        slabs: tuple[DeviceArray, ...],
+        slots: Int32Array,
+        pools: tuple[DeviceArray, ...],
+        pages: Int32Array,
+        tokens: Int32Array,
+        stream: Stream,
+    ) -> None:
+        self.verb("capture_pages", stream, lambda: self.inner.capture_pages(slabs, slots, pools, pages, tokens, stream))
+
+    def restore_pages(
+        self,
+        pools: tuple[DeviceArray, ...],
+        pages: Int32Array,
+        slabs: tuple[DeviceArray, ...],
+        slots: Int32Array,
+        tokens: Int32Array,
+        stream: Stream,
+    ) -> None:
+        self.verb("restore_pages", stream, lambda: self.inner.restore_pages(pools, pages, slabs, slots, tokens, stream))
+
+    def copy_row(self, dest: DeviceArray, dest_row: int, source: DeviceArray, source_row: int, stream: Stream) -> None:
+        self.verb("copy_row", stream, lambda: self.inner.copy_row(dest, dest_row, source, source_row, stream))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from context_cache.backends.base import Backend, DeviceError, Stream, Synchronizer
+from context_cache.backends.base import Backend, DeviceError, Event, Stream, Synchronizer
 from context_cache.backends.delegate import DelegatingBackend
 
 __all__ = ["FaultyBackend", "FaultySynchronizer"]
@@ -14,7 +15,10 @@ class FaultyBackend(DelegatingBackend):
     """Raises :class:`DeviceError` at chosen enqueueing verbs, counted from 1 since construction or the last ``arm``.
 
     partly: the verb's work is enqueued before the error is raised, as a copy that fails after its first part would.
+    events: with ``fail_events`` every event verb (record, query, wait) raises, as after a sticky error of a device.
     """
+
+    fail_events = False
 
     def __init__(self, inner: Backend, *, fail_action: int | None = None, partly: bool = False) -> None:
         super().__init__(inner)
@@ -31,6 +35,22 @@ class FaultyBackend(DelegatingBackend):
     def disarm(self) -> None:
         """Count anew and let everything pass."""
         self.arm()
+
+    def record_event(self, stream: Stream) -> Any:
+        self._event_verb("record_event", stream.name)
+        return self.inner.record_event(stream)
+
+    def event_done(self, event: Event) -> bool:
+        self._event_verb("event_done", "?")
+        return self.inner.event_done(event)
+
+    def wait_event(self, event: Event) -> None:
+        self._event_verb("wait_event", "?")
+        self.inner.wait_event(event)
+
+    def _event_verb(self, name: str, stream: str) -> None:
+        if self.fail_events:
+            raise DeviceError(name, stream, "injected failure of an event")
 
     def verb(self, name: str, stream: Stream, enqueue: Callable[[], None]) -> None:
         self.actions += 1

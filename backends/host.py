@@ -173,7 +173,8 @@ class HostBackend:
 
     def add_lengths(self, lengths: DeviceArray, increments: DeviceArray | int, count: int, stream: HostStream) -> None:
         def work() -> None:
-            lengths[:count] += increments if isinstance(increments, int) else increments[:count]
+            step: Any = increments
+            lengths[:count] += step if np.ndim(step) == 0 else step[:count]
 
         stream.enqueue(work, "add_lengths")
 
@@ -197,3 +198,66 @@ class HostBackend:
                 tensor[slot] = 0
 
         stream.enqueue(work, "clear_resident_row")
+
+    def zero_rows(self, tensors: tuple[DeviceArray, ...], rows: Int32Array, stream: HostStream) -> None:
+        def work() -> None:
+            for tensor in tensors:
+                tensor[rows] = 0
+
+        stream.enqueue(work, "zero_rows")
+
+    def copy_rows(
+        self,
+        dest_tensors: tuple[DeviceArray, ...],
+        dest_rows: Int32Array,
+        source_tensors: tuple[DeviceArray, ...],
+        source_rows: Int32Array,
+        stream: HostStream,
+    ) -> None:
+        def work() -> None:
+            for dest, source in zip(dest_tensors, source_tensors, strict=True):
+                dest[dest_rows] = source[source_rows]
+
+        stream.enqueue(work, "copy_rows")
+
+    def capture_pages(
+        self,
+        slabs: tuple[DeviceArray, ...],
+        slots: Int32Array,
+        pools: tuple[DeviceArray, ...],
+        pages: Int32Array,
+        tokens: Int32Array,
+        stream: HostStream,
+    ) -> None:
+        def work() -> None:
+            copies = list(zip(slots.tolist(), pages.tolist(), tokens.tolist(), strict=True))
+            for slab, pool in zip(slabs, pools, strict=True):
+                for slot, page, count in copies:
+                    slab[slot, :, :count] = pool[:, page, :count]
+
+        stream.enqueue(work, "capture_pages")
+
+    def restore_pages(
+        self,
+        pools: tuple[DeviceArray, ...],
+        pages: Int32Array,
+        slabs: tuple[DeviceArray, ...],
+        slots: Int32Array,
+        tokens: Int32Array,
+        stream: HostStream,
+    ) -> None:
+        def work() -> None:
+            copies = list(zip(pages.tolist(), slots.tolist(), tokens.tolist(), strict=True))
+            for pool, slab in zip(pools, slabs, strict=True):
+                for page, slot, count in copies:
+                    pool[:, page, :count] = slab[slot, :, :count]
+
+        stream.enqueue(work, "restore_pages")
+
+    def copy_row(
+        self, dest: DeviceArray, dest_row: int, source: DeviceArray, source_row: int, stream: HostStream
+    ) -> None:
+        def work() -> None:
+            dest[dest_row] = source[source_row]
+
+        stream.enqueue(work, "copy_row")

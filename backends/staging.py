@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from context_cache.backends.base import Backend, Event, Stream
+from context_cache.backends.base import Backend, DeviceError, Event, Stream
 
 __all__ = ["StagingRing", "Use"]
 
@@ -49,7 +49,7 @@ class StagingRing(Generic[B]):
 
     def take(self) -> Use[B]:
         """A free buffer. Every ``take`` is followed by one ``commit``, in a ``finally``: work may be enqueued even
-        when the verb raised."""
+        when the verb raised. Raises DeviceError when no buffer can be proven free."""
         use = self._free()
         use.lost = True
         return use
@@ -80,7 +80,7 @@ class StagingRing(Generic[B]):
             return use
         oldest = next((use for use in self._uses if not use.lost), None)
         if oldest is None or oldest.event is None:
-            raise RuntimeError("staging ring: no buffer can be proven free; drain the stream first")
+            raise DeviceError("staging", "staging ring", "no buffer can be proven free; drain the stream first")
         self._backend.wait_event(oldest.event)
         oldest.event = None
         return oldest

@@ -12,6 +12,10 @@ from context_cache.coordinator.config import (
     DeploymentConfig,
     LayerGeometry,
     LayerKind,
+    SpecConfig,
+    SpecMode,
+    SpecReuseContract,
+    snapshot_slots,
     validate_deployment,
 )
 from context_cache.coordinator.coordinator import ContextCacheCoordinator, OwnersLeft
@@ -34,6 +38,7 @@ from context_cache.coordinator.manager import ContextCacheManager, LookupPolicy,
 from context_cache.coordinator.metrics import CoordinatorMetrics
 from context_cache.coordinator.page_table import KVPageTable
 from context_cache.coordinator.resident import ResidentSlotPool
+from context_cache.coordinator.snapshots import HybridSnapshotStorage
 from context_cache.coordinator.types import (
     HOLD_COMMITTED_STATE_LENGTH,
     AdmissionResult,
@@ -86,6 +91,7 @@ __all__ = [
     "GrowthRefusal",
     "HashChain",
     "HybridCacheManager",
+    "HybridSnapshotStorage",
     "InvariantViolation",
     "KVPageTable",
     "LayerGeometry",
@@ -100,8 +106,12 @@ __all__ = [
     "ResidentSlotPool",
     "ResourceDemand",
     "SequenceState",
+    "SpecConfig",
+    "SpecMode",
+    "SpecReuseContract",
     "Status",
     "TokenStateContract",
     "allocate_resources",
+    "snapshot_slots",
     "validate_deployment",
 ]

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from attrs import field, frozen
 
 from context_cache.backends.base import DeviceArray
+from context_cache.coordinator.arguments import Int32Array, as_index, as_int32
 from context_cache.coordinator.coordinator import ContextCacheCoordinator
 from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.handle import RequestHandle
@@ -30,11 +31,9 @@ from context_cache.coordinator.types import (
     ContextCacheSequenceAdvance,
     DecodingKvHeadroom,
     GrowthRefusal,
-    Int32Array,
     ResidentRef,
     Status,
     TokenStateContract,
-    as_int32,
 )
 
 __all__ = ["AdmitOutcome", "ContextCacheRequest", "FinishReason", "PreparedStep", "RuntimeSequence"]
@@ -95,17 +94,28 @@ class RuntimeSequence:
 
 @frozen
 class PreparedStep:
-    """``ended``: logical slots, numbered before the step, that could not get their pages and were compacted out as
-    errors. ``old_to_new``: the mapping of that compaction, or None. ``empty``: nobody is left to decode."""
+    """What came of preparing a step.
+
+    ended:      logical slots, numbered before the step, that could not get their pages and left as errors.
+    old_to_new: the mapping of the compaction by which they left, or None.
+    refusal:    why, or None.
+    prepared:   whether a step is prepared and waits to be completed.
+    empty:      nobody is left to decode: finish the request.
+    poisoned:   the drain of the compaction failed: the request is quarantined.
+
+    Neither prepared nor empty nor poisoned: an upload is incomplete and the step does not fit; prepare with less
+    headroom, or end the request.
+    """
 
     ended: tuple[int, ...] = ()
     old_to_new: tuple[int, ...] | None = None
     refusal: GrowthRefusal | None = None
+    prepared: bool = False
     empty: bool = False
     poisoned: bool = False
 
 
-_PLAIN = PreparedStep()
+_PLAIN = PreparedStep(prepared=True)
 
 
 class ContextCacheRequest:
@@ -137,6 +147,8 @@ class ContextCacheRequest:
         self._seated = np.zeros(self._inputs.size, bool)
         self._ones = np.ones(self._inputs.size, np.int32)
         self._before: Int32Array | None = None
+        # Sequences that were compacted out by a preparation that then raised: told with the next one.
+        self._untold: PreparedStep | None = None
 
     @classmethod
     def begin(
@@ -180,9 +192,13 @@ class ContextCacheRequest:
         if tokens.size != expected:
             raise ContractViolation(f"{tokens.size} tokens were sampled for {self.batch_size} slots; give {expected}")
         counts = self._ones if self._lookahead else np.zeros(self.batch_size, np.int32)
-        self.coordinator.finalize_prefill_publication(self.handle, BatchAdvance(tokens, counts, self._inputs))
-        self._generated += counts
-        self._seated[:] = True
+        try:
+            self.coordinator.finalize_prefill_publication(self.handle, BatchAdvance(tokens, counts, self._inputs))
+        finally:
+            # Also when publishing raised: the prefill has ended all the same.
+            if self.handle.state != "prefilling":
+                self._generated += counts
+                self._seated[:] = True
 
     def admit(self, sequence: ContextCacheSequenceAdmission, headroom: DecodingKvHeadroom) -> AdmitOutcome:
         """Let a sequence join; on ADMITTED it is the last slot, and its prefill starts at ``prefill_starts[-1]``."""
@@ -199,12 +215,20 @@ class ContextCacheRequest:
 
     def complete_admission(self, slot: int, sampled: int) -> bool:
         """A joiner's prefill has ended with one sampled token. False: poisoned, the slot holds from now on."""
-        advance = ContextCacheSequenceAdvance((sampled,), int(self._inputs[slot]))
-        if self.coordinator.finalize_sequence_admission(self.handle, slot, advance) is not Status.OK:
-            return False
-        self._generated[slot] += 1
-        self._seated[slot] = True
-        return True
+        slot = as_index(slot, "slot")
+        if not 0 <= slot < self.batch_size:
+            raise ContractViolation(f"slot {slot} is outside 0..{self.batch_size - 1}", slot=slot)
+        accepted = (as_index(sampled, "sampled"),) if self._lookahead else ()
+        advance = ContextCacheSequenceAdvance(accepted, int(self._inputs[slot]))
+        status: Status | None = None
+        try:
+            status = self.coordinator.finalize_sequence_admission(self.handle, slot, advance)
+        finally:
+            # Also when publishing raised: the joiner is seated all the same.
+            if status is not Status.POISONED and self.coordinator.sequence(self.handle, slot).state == "seated":
+                self._generated[slot] += len(accepted)
+                self._seated[slot] = True
+        return status is Status.OK
 
     def retract(self) -> bool:
         """Undo the last admission before its slot joined the runtime's batch."""
@@ -224,28 +248,34 @@ class ContextCacheRequest:
         result = self.coordinator.prepare_decode_step(self.handle, headroom)
         if result.refusal is None:
             self._before = self._generated
-            return _PLAIN
-        failed = result.refusal.failed_slots
+            untold, self._untold = self._untold, None
+            return _PLAIN if untold is None else untold
         if self.handle.phase == "finishing":
-            return PreparedStep(failed, None, result.refusal, empty=True)
+            return PreparedStep(result.refusal.failed_slots, None, result.refusal, empty=True)
         if self.handle.state == "decode_retry":
-            # An upload is incomplete: the request cannot be compacted now, only prepared with less or ended.
-            return PreparedStep((), None, result.refusal, empty=True)
+            return PreparedStep(refusal=result.refusal)
+        return self._without(result.refusal, headroom)
+
+    def _without(self, refusal: GrowthRefusal, headroom: DecodingKvHeadroom) -> PreparedStep:
+        """Compact the named slots out and prepare for the others, which fit together."""
+        failed = refusal.failed_slots
         keep = np.ones(self.batch_size, bool)
         keep[list(failed)] = False
         mapping = self.compact(keep)
         if mapping is None:
-            return PreparedStep(failed, None, result.refusal, empty=True, poisoned=True)
-        ended = PreparedStep(failed, tuple(mapping.tolist()), result.refusal, empty=not keep.any())
-        if ended.empty:
-            return ended
+            return PreparedStep(failed, None, refusal, poisoned=True)
+        old_to_new = tuple(mapping.tolist())
+        if not keep.any():
+            return PreparedStep(failed, old_to_new, refusal, empty=True)
+        self._untold = PreparedStep(failed, old_to_new, refusal, prepared=True)
         again = self.coordinator.prepare_decode_step(self.handle, headroom)
         if again.refusal is not None:
             raise ContractViolation(
                 "the slots that were not named did not fit together; the pools changed during the call"
             )
         self._before = self._generated
-        return ended
+        told, self._untold = self._untold, None
+        return told
 
     def complete_decode_step(
         self,
@@ -271,34 +301,39 @@ class ContextCacheRequest:
             committed = self._inputs + self._generated
             if not self._lookahead:
                 committed += 1
-            advance = BatchAdvance(token_ids, self._ones, committed)
-            self.coordinator.complete_decode_step(self.handle, advance)
-            self._generated = self._generated + 1
-            self._before = None
+            self._complete(BatchAdvance(token_ids, self._ones, committed), (), self._generated + 1)
             return
-        taken = self._ones if counts is None else counts
-        ended = np.zeros(self.batch_size, np.uint8) if reasons is None else reasons
-        if taken.size != self.batch_size or ended.size != self.batch_size:
+        taken = self._ones if counts is None else as_int32(counts, "counts")
+        ended = np.zeros(self.batch_size, np.uint8) if reasons is None else np.asarray(reasons)
+        if taken.shape != (self.batch_size,) or ended.shape != (self.batch_size,):
             raise ContractViolation(f"counts and reasons must have one entry for each of {self.batch_size} slots")
-        silent = np.flatnonzero((taken == 0) & (ended == FinishReason.ENDED) & self._seated)
+        silent = ((taken == 0) & (ended == FinishReason.ENDED) & self._seated).nonzero()[0]
         if publishable is None and silent.size:
             raise ContractViolation(
                 f"slot {int(silent[0])} ended normally without a token; it must be cancelled or error"
             )
-        after = self._generated + taken
+        after = (self._generated + taken).astype(np.int32)
         committed = self._inputs + after - (1 if self._lookahead else 0)
         committed = np.where(taken > 0, committed, HOLD_COMMITTED_STATE_LENGTH).astype(np.int32)
         if publishable is None:
-            publishable = np.flatnonzero((ended == FinishReason.ENDED) & (taken > 0)).tolist()
-        self.coordinator.complete_decode_step(self.handle, BatchAdvance(token_ids, taken, committed), publishable)
-        self._generated = after.astype(np.int32)
-        self._before = None
+            publishable = ((ended == FinishReason.ENDED) & (taken > 0)).nonzero()[0].tolist()
+        self._complete(BatchAdvance(token_ids, taken, committed), publishable, after)
+
+    def _complete(self, advance: BatchAdvance, publishable: Sequence[int], after: Int32Array) -> None:
+        try:
+            self.coordinator.complete_decode_step(self.handle, advance, publishable)
+        finally:
+            # Also when publishing raised: the step has ended all the same. A refusal leaves it open.
+            if self.handle.state != "decoding":
+                self._generated = after
+                self._before = None
 
     def compact(self, keep: npt.NDArray[np.bool_]) -> Int32Array | None:
         """Retire the slots that are not kept; the mapping, int32[n], or None when the drain failed (quarantined)."""
         self._refuse_open_step("compact the batch")
-        if keep.size != self.batch_size:
-            raise ContractViolation(f"keep has {keep.size} entries for {self.batch_size} slots; give one per slot")
+        keep = np.asarray(keep)
+        if keep.dtype != np.bool_ or keep.shape != (self.batch_size,):
+            raise ContractViolation(f"keep must have one bool for each of {self.batch_size} slots")
         mapping = np.where(keep, np.cumsum(keep) - 1, -1).astype(np.int32)
         survivors = int(keep.sum())
         self.coordinator.begin_batch_compaction(self.handle, mapping, survivors, self.mapping_tensor)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define
 
+from context_cache.coordinator.arguments import Int32Array, as_int32, expect
 from context_cache.coordinator.core import Core, Request
 from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.ledger import SEATED, STATE_NAMES
@@ -19,8 +20,6 @@ from context_cache.coordinator.types import (
     HOLD_COMMITTED_STATE_LENGTH,
     BatchAdvance,
     ContextCacheSequenceAdvance,
-    Int32Array,
-    as_int32,
 )
 from context_cache.machines.sequence import BRINGS_TOKENS, NAMED, REFUSED, ask_table
 
@@ -78,7 +77,10 @@ def as_batch_advance(advances: BatchAdvance | Sequence[ContextCacheSequenceAdvan
             )
         batch = advances
     else:
+        expect(advances, list | tuple, "advances")
         listed = list(advances)
+        for slot, item in enumerate(listed):
+            expect(item, ContextCacheSequenceAdvance, f"advances[{slot}]")
         if len(listed) != count:
             raise ContractViolation(
                 f"{len(listed)} advances were given for {count} sequences; give one per logical slot"
@@ -245,7 +247,10 @@ def plan_full_input(core: Core, request: Request, batch: BatchAdvance, slots: Sl
 
 def refuse_common_lengths(lengths: Sequence[int] | Int32Array | None) -> None:
     """Common lengths belong to speculative requests; raise ContractViolation if any were given."""
-    if lengths is not None and len(lengths):
+    if lengths is None:
+        return
+    expect(lengths, list | tuple | np.ndarray, "common_state_lengths")
+    if len(lengths):
         raise ContractViolation(
             f"{len(lengths)} common state lengths were given for a request that is not speculative; leave them out"
         )

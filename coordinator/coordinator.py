@@ -23,6 +23,7 @@ from context_cache.coordinator.advances import (
     plan_plain_step,
     refuse_common_lengths,
 )
+from context_cache.coordinator.arguments import Int32Array, expect
 from context_cache.coordinator.calls.admission import (
     Acquired,
     BeginCall,
@@ -33,6 +34,7 @@ from context_cache.coordinator.calls.admission import (
     check_input,
     check_resident,
     effective_policy,
+    give_up,
 )
 from context_cache.coordinator.calls.compaction import CompactionCall, check_mapping, check_tensor
 from context_cache.coordinator.calls.decode import DecodeCall, plan_growth
@@ -62,7 +64,6 @@ from context_cache.coordinator.types import (
     ContextCacheSequenceAdmission,
     ContextCacheSequenceAdvance,
     DecodingKvHeadroom,
-    Int32Array,
     PrepareDecodeResult,
     RequestView,
     SequenceState,
@@ -76,6 +77,9 @@ __all__ = ["ContextCacheCoordinator", "OwnersLeft"]
 _log = logging.getLogger("context_cache.coordinator")
 
 _PREPARED = PrepareDecodeResult(Status.OK)
+_NO_SLOTS: tuple[int, ...] = ()
+_CALLS = {"finalize_prefill": "finalize_prefill_publication", "drop": "close"}
+"""Events whose names are shorter than the call that fires them."""
 _KEPT_ALIVE: list[Core] = []
 """Cores whose coordinator was lost while they owned requests: the device may still use their memory."""
 
@@ -123,7 +127,12 @@ class ContextCacheCoordinator:
         identity_key: bytes | None = None,
         manager: ContextCacheManager | None = None,
     ) -> None:
-        if not config.enabled:
+        expect(config, ContextCacheConfig, "config")
+        expect(deployment, DeploymentConfig, "deployment")
+        expect(resources, ContextCachePhysicalResources, "resources")
+        if backend is None or stream is None:
+            raise ContractViolation("a coordinator needs a backend and one of its streams")
+        if config.enabled is not True:
             raise ContractViolation("the context cache is not enabled; set ContextCacheConfig(enabled=True)")
         profile = validate_deployment(deployment)
         _check_resources(deployment, resources)
@@ -131,6 +140,11 @@ class ContextCacheCoordinator:
         if manager is None:
             manager = ContextCacheManager(
                 ResourceDemand(base_kv_pages=pages), deployment.page_size, max_records=config.max_records
+            )
+        elif config.max_records not in (None, manager.max_records):
+            raise ContractViolation(
+                f"config.max_records is {config.max_records}, the given manager keeps {manager.max_records}; "
+                "set it in one place"
             )
         elif manager.page_size != deployment.page_size or manager.pools.capacity(ResourceType.BASE_KV_PAGE) != pages:
             raise ContractViolation(
@@ -204,22 +218,28 @@ class ContextCacheCoordinator:
 
     def sequence(self, request: RequestHandle, slot: int) -> SequenceState:
         """What the ledger knows of logical ``slot``, copied. Raises ContractViolation for a slot out of range."""
-        found = self._request(request)
-        self._check_slot(found, slot)
-        return self._core.ledger.view(int(found.order[slot]))
+        with self._entry:
+            found = self._request(request)
+            self._check_slot(found, slot)
+            return self._core.ledger.view(int(found.order[slot]))
 
     def inspect(self, request_id: str) -> RequestView:
         """One request by id, quarantined and poisoned ones included; a released one has no sequences left.
 
         Raises ContractViolation for an id that was never given.
         """
+        with self._entry:
+            return self._inspect(request_id)
+
+    def _inspect(self, request_id: str) -> RequestView:
         core = self._core
+        expect(request_id, str, "request_id")
         request = core.requests.get(request_id)
         if request is None:
             if not core.was_given(request_id):
                 raise ContractViolation(f"there is no request {request_id!r}; ids look like 'r1'", request=request_id)
             return RequestView(request_id, "released", "released", (), (), ())
-        slots = request.order.tolist()
+        slots = core.owned_slots(request)
         return RequestView(
             request.id,
             request.state,
@@ -256,24 +276,32 @@ class ContextCacheCoordinator:
             core = self._core
             if stream is not core.stream:
                 raise ContractViolation(
-                    f"stream {stream.name!r} is not the coordinator's {core.stream.name!r}; "
+                    f"stream {getattr(stream, 'name', stream)!r} is not the coordinator's {core.stream.name!r}; "
                     "one coordinator uses one stream"
                 )
+            expect(admission, ContextCacheBatchAdmission, "admission")
+            expect(headroom, DecodingKvHeadroom, "headroom")
             if admission.speculative_request:
                 raise ContractViolation("a speculative request needs a speculative deployment; this one is not")
-            check_headroom(core, headroom)
             if core.poisoned:
                 return BeginRequestResult(Status.POISONED)
             if core.closed:
                 raise ContractViolation("the coordinator is closed; build a new one to admit requests")
+            check_headroom(core, headroom)
             acquired = self._acquire_all(admission, headroom)
             if acquired is None:
                 core.counters.refused_admissions += 1
                 return BeginRequestResult(Status.REQUEST_FAILED, insufficient_capacity=True)
-            request = Request(core.new_request_id(), admission)
-            core.fire(request, "begin_request", BeginCall(core, request, "begin_request", acquired))
-            starts = tuple(item.result.plan.reuse_token_length for item in acquired)
-            return BeginRequestResult(Status.OK, AdmissionResult(RequestHandle(core, self._entry, request), starts))
+            request: Request | None = None
+            try:
+                request = Request(core.new_request_id(), admission)
+                starts = tuple(item.result.plan.reuse_token_length for item in acquired)
+                core.fire(request, "begin_request", BeginCall(core, request, "begin_request", acquired))
+                handle = RequestHandle(core, self._entry, request)
+                return BeginRequestResult(Status.OK, AdmissionResult(handle, starts))
+            except BaseException:
+                give_up(core, request, acquired)
+                raise
 
     def admit_sequence(
         self, request: RequestHandle, admission: ContextCacheSequenceAdmission, headroom: DecodingKvHeadroom
@@ -288,6 +316,8 @@ class ContextCacheCoordinator:
         with self._entry:
             core, found = self._core, self._request(request)
             self._check_token(found)
+            expect(admission, ContextCacheSequenceAdmission, "admission")
+            expect(headroom, DecodingKvHeadroom, "headroom")
             self._require(found, "admit_sequence")
             if not self.supports_live_sequence_admission():
                 raise ContractViolation("this deployment cannot admit sequences into a running batch")
@@ -303,7 +333,13 @@ class ContextCacheCoordinator:
             if result.lease is None:
                 core.counters.refused_admissions += 1
                 return AdmitSequenceResult(Status.REQUEST_FAILED, insufficient_capacity=True)
-            call = JoinCall(core, found, "admit_sequence", [Acquired(admission, result, result.lease, policy)])
+            acquired = [Acquired(admission, result, result.lease, policy)]
+            try:
+                call = JoinCall(core, found, "admit_sequence", acquired)
+            except BaseException:
+                give_up(core, None, acquired)
+                raise
+            # From here on the row's way out returns the lease, whatever happens.
             core.fire(found, "admit_sequence", call)
             call.count()
             return AdmitSequenceResult(Status.OK, prefill_start=result.plan.reuse_token_length)
@@ -311,7 +347,9 @@ class ContextCacheCoordinator:
     def finalize_sequence_admission(
         self, request: RequestHandle, slot: int, advance: ContextCacheSequenceAdvance
     ) -> Status:
-        """A joiner's prefill has completed: one sampled token, the whole input committed. Publishes its prefix.
+        """A joiner's prefill has completed: the whole input is committed. Publishes its prefix.
+
+        Lookahead contract: one sampled token; fully committed: none.
 
         Returns OK, or POISONED with the ledger untouched (the joiner then holds in later steps). Raises
         ContractViolation when the slot is not an unfinalised joiner or the advance is another one.
@@ -326,7 +364,7 @@ class ContextCacheCoordinator:
             if core.ledger.state[found.order[slot]] != BOUND:
                 raise ContractViolation(f"slot {slot} of request {found.id} is no unfinalised joiner", slot=slot)
             batch = as_batch_advance([advance], 1)
-            plan = plan_full_input(core, found, batch, np.array([slot], np.int64), True)
+            plan = plan_full_input(core, found, batch, np.array([slot], np.int64), found.lookahead)
             call = CompletionCall(
                 core, found, "finalize_sequence_admission", plan, (slot,),
                 decode_end=False, waits=found.joiners > 1, touched=(slot,),
@@ -415,6 +453,8 @@ class ContextCacheCoordinator:
                 self._check_token(found)
             if not core.request_runner.declares(found._state, "prepare_decode_step"):
                 self._require(found, "prepare_decode_step")
+            if type(headroom) is not DecodingKvHeadroom:
+                expect(headroom, DecodingKvHeadroom, "headroom")
             if headroom.base_extra_tokens <= 0 or headroom.draft_extra_tokens != 0:
                 check_headroom(core, headroom)
             growth, refusal = plan_growth(core, found, headroom)
@@ -428,7 +468,7 @@ class ContextCacheCoordinator:
         self,
         request: RequestHandle,
         advances: BatchAdvance | Sequence[ContextCacheSequenceAdvance],
-        publishable_completed_slots: Sequence[int] | Int32Array = (),
+        publishable_completed_slots: Sequence[int] | Int32Array = _NO_SLOTS,
         common_state_lengths: Sequence[int] | Int32Array | None = None,
     ) -> Status:
         """The prepared step has completed on the device (the caller has synchronised).
@@ -444,8 +484,8 @@ class ContextCacheCoordinator:
             if common_state_lengths is not None:
                 refuse_common_lengths(common_state_lengths)
             completed: tuple[int, ...] = ()
-            if len(publishable_completed_slots):
-                completed = slot_tuple(publishable_completed_slots)
+            if publishable_completed_slots is not _NO_SLOTS:
+                completed = slot_tuple(publishable_completed_slots, "publishable_completed_slots")
             plan = plan_plain_step(core, found, advances, completed)
             if plan is None:
                 plan = plan_decode_step(core, found, as_batch_advance(advances, len(found.slots)), completed)
@@ -605,9 +645,12 @@ class ContextCacheCoordinator:
         runner = self._core.request_runner
         if not runner.declares(request.state, event):
             refusal = runner.refuse(request, event)
+            accepted = tuple(_CALLS.get(name, name) for name in refusal.accepted)
             raise ContractViolation(
-                str(refusal), request=request.id, state=request.state, event=event, accepted=refusal.accepted
-            )
+                f"request {request.id} is {request.state} and does not take {_CALLS.get(event, event)!r}; "
+                f"it takes: {', '.join(accepted)}",
+                request=request.id, state=request.state, event=event, accepted=accepted,
+            )  # fmt: skip
 
     def _check_slot(self, request: Request, slot: int) -> None:
         if isinstance(slot, bool) or not isinstance(slot, int | np.integer) or not 0 <= slot < len(request.slots):

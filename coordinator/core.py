@@ -22,7 +22,17 @@ from context_cache.coordinator.ledger import BOUND, SEATED, TERMINAL, Ledger
 from context_cache.coordinator.manager import ContextCacheManager
 from context_cache.coordinator.metrics import Counters
 from context_cache.coordinator.types import ContextCacheBatchAdmission, TokenStateContract
-from context_cache.machines import COORDINATOR, EXECUTION, REQUEST, VIEW, Ending, Recorder, Runner, Subject
+from context_cache.machines import (
+    COORDINATOR,
+    EXECUTION,
+    REQUEST,
+    VIEW,
+    Ending,
+    Recorder,
+    RecorderSwitch,
+    Runner,
+    Subject,
+)
 
 __all__ = ["ENDED_STATES", "WITHHELD_STATES", "Core", "Request"]
 
@@ -157,10 +167,11 @@ class Core:
         self.service = Subject("coordinator", COORDINATOR.initial)
         self.token = _Region("coordinator", EXECUTION.initial)
         self.view = _Region("coordinator", VIEW.initial)
-        self.request_runner = Runner(REQUEST, recorder)
-        self.service_runner = Runner(COORDINATOR, recorder)
-        self.token_runner = Runner(EXECUTION, recorder)
-        self.view_runner = Runner(VIEW, recorder)
+        switch = RecorderSwitch(recorder)
+        self.request_runner = Runner(REQUEST, switch)
+        self.service_runner = Runner(COORDINATOR, switch)
+        self.token_runner = Runner(EXECUTION, switch)
+        self.view_runner = Runner(VIEW, switch)
         self._request_count = 0
         self._withheld_count = 0
 
@@ -197,6 +208,17 @@ class Core:
             self._withheld_count += 1
             request.withheld_since = self._withheld_count
             self.counters.quarantined_requests += 1
+
+    def owned_slots(self, request: Request) -> list[int]:
+        """Resident slots of the request that still have their lease; all of them, unless an end was interrupted."""
+        owners: list[int] = [slot for slot in request.order.tolist() if self.ledger.owners[slot] == request.id]
+        return owners
+
+    def give_back(self, request: Request, slot: int) -> None:
+        """Release the lease of one resident slot and forget its row. May be repeated."""
+        if self.ledger.owners[slot] == request.id:
+            self.ledger.lease(slot).release()
+            self.ledger.close(slot)
 
     def joined_order(self, request: Request, slot: int) -> npt.NDArray[np.int64]:
         """The request's order with one more resident slot at the end."""

@@ -1,4 +1,5 @@
-"""Device memory that is indexed by page and by batch position: the K/V pools and the length vector.
+"""Device memory that is indexed by page, by resident slot and by batch position: the K/V pools, the recurrent state and
+the length vector.
 
 ``HybridCacheManager`` is borrowed from the runtime and outlives the coordinator. ``DeviceFace`` is what the rows of a
 lifecycle see of it: one verb per action, every host input in a staging buffer of its own use.
@@ -10,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import frozen
+from attrs import field, frozen
 
 from context_cache.backends.base import Backend, DeviceArray, DrainResult, Stream, Synchronizer, drain_with
 from context_cache.backends.staging import StagingRing
 from context_cache.coordinator.config import DeploymentConfig, validate_deployment, validate_pool
+from context_cache.coordinator.deployment import LayerKind, storage_dtype
 from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.page_table import KVPageTable
 
@@ -24,26 +26,51 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class HybridCacheManager:
-    """K/V pools per owning attention layer, the device length vector, and how many sequences it describes.
+    """K/V pools, recurrent state, the device length vector, and how many sequences that describes. One per model.
 
-    kv_pools: per layer ``[2, num_pages, page_size, kv_heads, head_dim]`` (all K pages, then all V pages); a layer that
-              borrows another layer's K/V shares its array.
+    kv_pools:         per attention layer, in order, ``[2, num_pages, page_size, kv_heads, head_dim]``: all K pages,
+                      then all V pages. A layer that borrows another layer's K/V shares its array.
+    recurrent_states: per recurrent layer, in order, ``[max_batch, heads, head_dim, state]``, rows by resident slot.
+    conv_states:      per recurrent layer, in order, ``[max_batch, conv_dim, conv_kernel]``, rows by resident slot.
+    lengths:          int32 ``[max_batch]``, by batch position.
+
+    deployment: validated here.
+    num_pages:  size of the pool; 0 for a pure recurrent deployment, which has no pools.
+    draft:      build the draft's part: pools of ``spec_config.draft_layers``; a draft has no recurrent state.
+
+    Raises ContractViolation as validation does, and for a draft that has no K/V of its own.
     """
 
-    def __init__(self, *, deployment: DeploymentConfig, num_pages: int, backend: Backend) -> None:
-        validate_deployment(deployment)
-        validate_pool(deployment, num_pages)
+    def __init__(self, *, deployment: DeploymentConfig, num_pages: int, backend: Backend, draft: bool = False) -> None:
+        profile = validate_deployment(deployment)
+        if draft and not profile.paged_spec:
+            raise ContractViolation(
+                "this deployment has no draft with K/V of its own; build a draft cache only for a spec_config whose "
+                "draft has pages"
+            )
+        validate_pool(deployment, num_pages, draft=draft)
         self.max_batch, self.num_pages, self.page_size = deployment.max_batch, num_pages, deployment.page_size
         self._backend = backend
         self._active = 0
-        self.kv_pools: list[DeviceArray] = []
-        dtype = "float16" if deployment.kv_itemsize == 2 else "uint8"
-        for layer in deployment.layers:
-            shape = (2, num_pages, deployment.page_size, layer.kv_heads, layer.head_dim)
-            self.kv_pools.append(backend.array(shape, dtype) if layer.kv_donor is None else None)
-        for index, layer in enumerate(deployment.layers):
-            if layer.kv_donor is not None:
-                self.kv_pools[index] = self.kv_pools[layer.kv_donor]
+        layers = deployment.draft_layers if draft else deployment.layers
+        dtype = storage_dtype(deployment.kv_dtype)
+        pools: dict[int, DeviceArray] = {
+            index: backend.array((2, num_pages, *layer.page_shape(deployment.page_size)), dtype)
+            for index, layer in enumerate(layers)
+            if layer.owns_kv
+        }
+        self.kv_pools: list[DeviceArray] = [
+            pools[index if layer.kv_donor is None else layer.kv_donor]
+            for index, layer in enumerate(layers)
+            if layer.kind is LayerKind.ATTENTION
+        ]
+        recurrent = () if draft else deployment.recurrent_layers
+        self.recurrent_states: list[DeviceArray] = [
+            backend.array((self.max_batch, *layer.state_shape), storage_dtype(layer.state_dtype)) for layer in recurrent
+        ]
+        self.conv_states: list[DeviceArray] = [
+            backend.array((self.max_batch, *layer.conv_shape), storage_dtype(layer.conv_dtype)) for layer in recurrent
+        ]
         self.lengths: DeviceArray = backend.array((self.max_batch,), "int32")
 
     @property
@@ -69,6 +96,18 @@ class HybridCacheManager:
         self._backend.compact_lengths(self.lengths, mapping, old_size, stream)
         self.set_active_batch_size(new_size)
 
+    def clear_resident_slot(self, slot: int, stream: Stream) -> bool:
+        """Enqueue zeroes for that row of every recurrent and convolution tensor.
+
+        False, and no device call, without recurrent layers. Raises ContractViolation outside 0..max_batch - 1.
+        """
+        if not 0 <= slot < self.max_batch:
+            raise ContractViolation(f"resident slot {slot} is outside 0..{self.max_batch - 1}", slot=slot)
+        if not self.recurrent_states:
+            return False
+        self._backend.clear_resident_row((*self.recurrent_states, *self.conv_states), slot, stream)
+        return True
+
     def materialize_execution_lengths(self, source: DeviceArray, count: int, stream: Stream) -> None:
         """For the runtime: enqueue ``lengths[:count] = source[:count]``, int32 device arrays, and set the active batch.
 
@@ -88,22 +127,54 @@ class HybridCacheManager:
 
 @frozen
 class ContextCachePhysicalResources:
-    """What the coordinator borrows. Both must outlive it."""
+    """What the coordinator borrows; it must outlive it.
+
+    base_cache:       K/V pools, recurrent state and lengths of the base model.
+    base_page_table:  its page table; None for a pure recurrent deployment, and only there.
+    draft_cache, draft_page_table: the draft's, if the draft has K/V of its own; else None.
+    """
 
     base_cache: HybridCacheManager
-    base_page_table: KVPageTable
+    # Typed as present, because every flavour but one has it; that one never holds a page to name in a row.
+    base_page_table: KVPageTable = field(default=None)
+    draft_cache: HybridCacheManager | None = None
+    draft_page_table: KVPageTable | None = None
 
 
-def allocate_resources(deployment: DeploymentConfig, num_pages: int, backend: Backend) -> ContextCachePhysicalResources:
-    """K/V pools, length vector and page table for a deployment. Raises ContractViolation as validation does."""
+def allocate_resources(
+    deployment: DeploymentConfig, num_pages: int, backend: Backend, draft_pages: int | None = None
+) -> ContextCachePhysicalResources:
+    """Pools, recurrent state, length vectors and page tables for a deployment of any flavour.
+
+    num_pages:   base pool, in pages; 0 for a pure recurrent deployment, which gets no page table.
+    draft_pages: the draft's pool, in pages; None: as many as the base's, if the draft has K/V of its own.
+
+    Raises ContractViolation as validation does, and for draft pages that no draft would use.
+    """
+    profile = validate_deployment(deployment)
+    if draft_pages is not None and not profile.paged_spec:
+        raise ContractViolation(
+            f"draft_pages is {draft_pages}, but this deployment has no draft with K/V of its own; leave it out",
+            draft_pages=draft_pages,
+        )
     cache = HybridCacheManager(deployment=deployment, num_pages=num_pages, backend=backend)
-    table = KVPageTable(
+    if not profile.has_attention:
+        return ContextCachePhysicalResources(cache)
+    table = _page_table(deployment, num_pages, backend)
+    if not profile.paged_spec:
+        return ContextCachePhysicalResources(cache, table)
+    pages = num_pages if draft_pages is None else draft_pages
+    draft_cache = HybridCacheManager(deployment=deployment, num_pages=pages, backend=backend, draft=True)
+    return ContextCachePhysicalResources(cache, table, draft_cache, _page_table(deployment, pages, backend))
+
+
+def _page_table(deployment: DeploymentConfig, num_pages: int, backend: Backend) -> KVPageTable:
+    return KVPageTable(
         max_batch=deployment.max_batch,
         max_pages_per_seq=deployment.row_pages,
         num_pages=num_pages,
         backend=backend,
     )
-    return ContextCachePhysicalResources(cache, table)
 
 
 class DeviceFace:
@@ -128,7 +199,8 @@ class DeviceFace:
         self._mappings: StagingRing[Int32Array] = StagingRing(backend, lambda: backend.pinned((batch,), "int32"))
 
     def upload_base_rows(self) -> bool:
-        return self._table.upload(self._stream)
+        # A pure recurrent deployment has no page table.
+        return self._table is not None and self._table.upload(self._stream)
 
     def reset_base_lengths(self, lengths: Int32Array) -> bool:
         use = self._lengths.take()
@@ -158,13 +230,14 @@ class DeviceFace:
         return True
 
     def clear_resident_state(self, slots: tuple[int, ...]) -> bool:
-        # Attention-only models keep no state per resident slot outside the page table.
-        return False
+        cleared = [self._cache.clear_resident_slot(slot, self._stream) for slot in slots]
+        return any(cleared)
 
     def drain(self) -> DrainResult:
         result = drain_with(self._synchronizer, self._stream, self._drain_timeout)
         if result.ok:
             for ring in (self._lengths, self._mappings):
                 ring.drained()
-            self._table.drained()
+            if self._table is not None:
+                self._table.drained()
         return result

@@ -6,10 +6,12 @@ import logging
 import weakref
 from collections import deque
 from types import TracebackType
+from typing import NoReturn
 
-from context_cache.coordinator.calls.ending import EndingCall
+from context_cache.coordinator.calls.ending import drop
 from context_cache.coordinator.core import ENDED_STATES, Core, Request
 from context_cache.coordinator.entry import Entry
+from context_cache.coordinator.errors import ContractViolation
 
 __all__ = ["RequestHandle"]
 
@@ -87,11 +89,17 @@ class RequestHandle:
             _log.warning("request %s: closed during another call; the next call drops it", request.id)
             return
         try:
-            # The way in may have reaped it: its handle can be closed while it waits as an orphan.
-            if self.valid:
-                core.fire(request, "drop", EndingCall(core, request, "drop"))
+            drop(core, request)
+        except Exception:
+            # A bug, or metadata that contradicts itself (the coordinator is poisoned then): nothing is lost, the
+            # request stays queued and the next call tries again.
+            _log.exception("request %s: dropping it failed", request.id)
+            core.orphans.append(request)
         finally:
             self._entry.leave()
+
+    def __reduce__(self) -> NoReturn:
+        raise ContractViolation("a request handle cannot be copied or pickled; there is one right to a request")
 
     def __enter__(self) -> RequestHandle:
         return self

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field, frozen
 
+from context_cache.coordinator.arguments import as_int32, expect
 from context_cache.coordinator.errors import ContractViolation
 
 __all__ = [
@@ -66,6 +67,11 @@ def _optional_digest(instance: object, attribute: Any, value: Any) -> None:
         _digest(instance, attribute, value)
 
 
+def _optional_adapter(instance: object, attribute: Any, value: Any) -> None:
+    if value is not None:
+        expect(value, AdapterKey, f"{type(instance).__name__}.{attribute.name}")
+
+
 def _between(low: int, high: int) -> Any:
     def check(instance: object, attribute: Any, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -96,7 +102,10 @@ class MediaSpanKey:
 
 
 def _spans(values: Iterable[MediaSpanKey]) -> tuple[MediaSpanKey, ...]:
-    return tuple(values)
+    listed = tuple(values)
+    for index, span in enumerate(listed):
+        expect(span, MediaSpanKey, f"BlockKeyExtras.media[{index}]")
+    return listed
 
 
 @frozen
@@ -108,7 +117,7 @@ class BlockKeyExtras:
     """
 
     media: tuple[MediaSpanKey, ...] = field(default=(), converter=_spans)
-    adapter: AdapterKey | None = None
+    adapter: AdapterKey | None = field(default=None, validator=_optional_adapter)
     position_digest: Digest | None = field(default=None, validator=_optional_digest)
     custom_embedding_digest: Digest | None = field(default=None, validator=_optional_digest)
     isolation_digest: Digest | None = field(default=None, validator=_optional_digest)
@@ -245,9 +254,7 @@ class BlockHasher:
         if key is None:
             key = secrets.token_bytes(32)
         if not isinstance(key, bytes) or len(key) < _KEY_BYTES_MIN:
-            raise ContractViolation(
-                f"identity key must be at least {_KEY_BYTES_MIN} bytes; pass None for a random one", key_bytes=len(key)
-            )
+            raise ContractViolation(f"identity key must be at least {_KEY_BYTES_MIN} bytes; pass None for a random one")
         # A whole compression block for the key, its length in front: the key cannot run into the stream.
         seed = _bytes(key)
         self._root = hashlib.sha256(seed + b"\x00" * (-len(seed) % 64))
@@ -277,7 +284,7 @@ class BlockHasher:
         """
         if tokens is None:
             raise ContractViolation("tokens are missing; pass an empty list for an empty prefix")
-        ids = np.asarray(tokens, np.int32).reshape(-1)
+        ids = as_int32(tokens, "tokens")
         media = () if media is None else media
         check_media(media, ids.size)
         chain = self.chain(page_size, extras)

@@ -40,6 +40,7 @@ class Ledger:
         "common",
         "flat_tokens",
         "key_extras",
+        "last_epoch",
         "leases",
         "media",
         "owners",
@@ -68,6 +69,7 @@ class Ledger:
         self.page_count: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
         self.published_blocks: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
         self.replay_tail: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.last_epoch: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         self.state: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
         self.bypass: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
         self.prefill_only: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
@@ -97,6 +99,7 @@ class Ledger:
         """Start the row of a newly admitted sequence. Published counts start at 0, also after a hit."""
         slot = ref.slot
         self.owners[slot], self.refs[slot], self.leases[slot] = owner, ref, lease
+        self.last_epoch[slot] = ref.epoch
         self.chains[slot], self.key_extras[slot], self.media[slot] = chain, key_extras, media
         self.tokens[slot, : token_ids.size] = token_ids
         self.token_count[slot] = token_ids.size

@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from context_cache.backends.base import Backend, DeviceArray, Stream
 from context_cache.backends.staging import StagingRing
+from context_cache.coordinator.arguments import Int32Array, as_index, as_int32
 from context_cache.coordinator.config import PAGES_MAX
 from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.types import ResidentRef
 
 __all__ = ["KVPageTable"]
 
-Int32Array = npt.NDArray[np.int32]
 Pages = Sequence[int] | Int32Array
 
 
@@ -78,7 +78,11 @@ class KVPageTable:
         return tuple(np.flatnonzero(self._dirty).tolist())
 
     def set_identity(self) -> None:
-        """Row b gets pages b*M .. b*M+M-1. Raises ContractViolation if that needs more pages than there are."""
+        """Row b gets pages b*M .. b*M+M-1.
+
+        Raises ContractViolation if that needs more pages than there are, or a row is bound.
+        """
+        self._refuse_bound(range(self.max_batch))
         needed = self.max_batch * self.max_pages_per_seq
         if needed > self.num_pages:
             raise ContractViolation(f"page table: identity rows need {needed} pages, there are {self.num_pages}")
@@ -87,12 +91,19 @@ class KVPageTable:
         self._identity = True
 
     def set_row(self, slot: int, ids: Pages) -> None:
-        """Row ``slot`` names these K pages; the tail becomes -1. Raises ContractViolation, nothing changed then."""
+        """Row ``slot`` names these K pages; the tail becomes -1.
+
+        Raises ContractViolation, nothing changed: a slot, an id or a number of ids out of range, or a bound row.
+        """
         self.set_rows(((slot, ids),))
 
     def set_rows(self, updates: Iterable[tuple[int, Pages]]) -> None:
-        """Several rows, all or none; a slot at most once; empty ids clear the row."""
-        checked = [(slot, self._checked(slot, ids)) for slot, ids in updates]
+        """Several rows, all or none; a slot at most once; empty ids clear the row; bound rows are refused."""
+        checked = [self._checked(slot, ids) for slot, ids in updates]
+        self._refuse_bound(slot for slot, _ in checked)
+        self._write(checked)
+
+    def _write(self, checked: list[tuple[int, Int32Array]]) -> None:
         slots = [slot for slot, _ in checked]
         if len(set(slots)) != len(slots):
             raise ContractViolation(f"page table: a slot is updated twice in one call: {slots}; merge the updates")
@@ -112,9 +123,10 @@ class KVPageTable:
                 raise ContractViolation(
                     f"page table: row {ref.slot} is bound to epoch {self._epochs[ref.slot]} already"
                 )
-        self.set_rows((ref.slot, pages) for ref, pages in bound)
+        checked = [self._checked(ref.slot, pages) for ref, pages in bound]
         for ref, _ in bound:
             self._epochs[ref.slot] = ref.epoch
+        self._write(checked)
 
     def extend(self, refs: Sequence[ResidentRef], starts: Sequence[int], pages: Sequence[Int32Array]) -> None:
         """Append pages to bound rows: ``pages[i]`` behind the first ``starts[i]`` entries of the row of ``refs[i]``."""
@@ -181,16 +193,15 @@ class KVPageTable:
             return False
         rows = self._rows[dirty]
         self._check(rows)
+        # Until the event behind the copy is recorded, what the device has is unknown: the rows stay dirty, whatever the
+        # host sets them to meanwhile.
+        self._unknown[dirty] = True
         use = self._staging.take()
         try:
             ids, slots = use.buffer.ids[: dirty.size], use.buffer.slots[: dirty.size]
             ids[:] = rows
             slots[:] = dirty
             self._backend.upload_rows(self.device_array, ids, slots, self.num_pages, stream)
-        except BaseException:
-            # Part of it may have been enqueued: what the device has is unknown, so even the old contents are dirty.
-            self._unknown[dirty] = True
-            raise
         finally:
             self._staging.commit(use, stream)
         self._uploaded[dirty] = rows
@@ -213,6 +224,14 @@ class KVPageTable:
             self._dirty[slot] = not same
             self._any_dirty = self._any_dirty or not same
 
+    def _refuse_bound(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if self._epochs[slot] != 0:
+                raise ContractViolation(
+                    f"page table: row {slot} is bound to epoch {self._epochs[slot]}; only its holder may change it",
+                    slot=slot, epoch=int(self._epochs[slot]),
+                )  # fmt: skip
+
     def _require_holder(self, ref: ResidentRef) -> None:
         if self._epochs[ref.slot] != ref.epoch:
             raise ContractViolation(
@@ -221,11 +240,12 @@ class KVPageTable:
                 slot=ref.slot, epoch=ref.epoch,
             )  # fmt: skip
 
-    def _checked(self, slot: int, ids: Pages) -> Int32Array:
+    def _checked(self, slot: int, ids: Pages) -> tuple[int, Int32Array]:
+        slot = as_index(slot, "page table: slot")
         if not 0 <= slot < self.max_batch:
             raise ContractViolation(f"page table: slot {slot} is outside 0..{self.max_batch - 1}", slot=slot)
-        row = np.asarray(ids, np.int64)
-        if row.ndim != 1 or row.size > self.max_pages_per_seq:
+        row = as_int32(ids, f"page table: the ids of row {slot}")
+        if row.size > self.max_pages_per_seq:
             raise ContractViolation(
                 f"page table: row {slot} was given {row.size} pages, it has room for {self.max_pages_per_seq}",
                 slot=slot,
@@ -234,4 +254,4 @@ class KVPageTable:
             raise ContractViolation(
                 f"page table: row {slot} names a page outside 0..{self.num_pages - 1}: {row.tolist()}", slot=slot
             )
-        return row.astype(np.int32)
+        return slot, row

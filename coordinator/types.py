@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
-import numpy.typing as npt
 from attrs import field, frozen
 
+from context_cache.coordinator.arguments import Int32Array, as_index, as_int32, expect
 from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.identity import BlockKeyExtras, Digest, HashMemo
 from context_cache.coordinator.manager import LookupPolicy, ResourceDemand
@@ -36,14 +36,13 @@ __all__ = [
     "SequenceState",
     "Status",
     "TokenStateContract",
-    "as_int32",
+    "slot_tuple",
 ]
 
 HOLD_COMMITTED_STATE_LENGTH: Final = -1
 """``committed_state_length`` of an advance in which nothing happened for the slot."""
 
 _INT32: Final = np.iinfo(np.int32)
-Int32Array = npt.NDArray[np.int32]
 
 
 class ContextCacheCoordinatorStatus(enum.Enum):
@@ -71,45 +70,28 @@ class TokenStateContract(enum.IntEnum):
     FULLY_COMMITTED = 1
 
 
-def as_int32(values: Any, what: str) -> Int32Array:
-    """A read-only int32 copy of a list or integer array.
-
-    Raises ContractViolation for anything that is not one dimension of integers in the range of int32.
-    """
-    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
-        if not values.flags.writeable and values.flags.c_contiguous:
-            return values
-        array = values.copy()
-    else:
-        try:
-            raw = np.asarray(values if isinstance(values, np.ndarray) else list(values))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ContractViolation(
-                f"{what} must be a list or array of integers, got {type(values).__name__}"
-            ) from error
-        if raw.size == 0:
-            raw = raw.astype(np.int32).reshape(-1)
-        if raw.ndim != 1 or raw.dtype.kind not in "iu":
-            raise ContractViolation(
-                f"{what} must be one dimension of integers, got {raw.ndim} dimension(s) of {raw.dtype}; pass int32 ids",
-                dtype=str(raw.dtype),
-            )
-        if raw.size and (int(raw.min()) < _INT32.min or int(raw.max()) > _INT32.max):
-            raise ContractViolation(f"{what} must fit int32, got values from {raw.min()} to {raw.max()}")
-        array = raw.astype(np.int32)
-    array.flags.writeable = False
-    return array
+def _index_or_itself(value: Any) -> Any:
+    """NumPy integers become ints, so that no later arithmetic wraps; the validator judges everything else."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def _whole(minimum: int, maximum: int | None = None) -> Any:
     def check(instance: object, attribute: Any, value: Any) -> None:
-        ok = isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= minimum
-        if not ok or (maximum is not None and int(value) > maximum):
+        ok = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+        if not ok or (maximum is not None and value > maximum):
             limit = f" and at most {maximum}" if maximum is not None else ""
             raise ContractViolation(
                 f"{type(instance).__name__}.{attribute.name} must be an integer of at least {minimum}{limit}, "
                 f"got {value!r}"
             )
+
+    return check
+
+
+def _one_of(kind: type, *, optional: bool = False) -> Any:
+    def check(instance: object, attribute: Any, value: Any) -> None:
+        if not (isinstance(value, kind) or (optional and value is None)):
+            expect(value, kind, f"{type(instance).__name__}.{attribute.name}")
 
     return check
 
@@ -128,16 +110,16 @@ def _enum_of(kind: type[enum.Enum], *, optional: bool = False) -> Any:
 class ResidentRef:
     """A resident slot (page-table row) and the epoch of its holder. Valid refs have slot >= 0 and epoch >= 1."""
 
-    slot: int = -1
-    epoch: int = 0
+    slot: int = field(default=-1, converter=_index_or_itself, validator=_whole(-(2**31), 2**31 - 1))
+    epoch: int = field(default=0, converter=_index_or_itself, validator=_whole(-(2**62), 2**63 - 1))
 
 
 @frozen
 class DecodingKvHeadroom:
     """How many positions past the committed length the next decode step may write."""
 
-    base_extra_tokens: int = field(validator=_whole(-(2**62)))
-    draft_extra_tokens: int = field(default=0, validator=_whole(-(2**62)))
+    base_extra_tokens: int = field(converter=_index_or_itself, validator=_whole(-(2**62), 2**62))
+    draft_extra_tokens: int = field(default=0, converter=_index_or_itself, validator=_whole(-(2**62), 2**62))
 
 
 def _token_ids(values: Any) -> Int32Array:
@@ -162,9 +144,9 @@ class ContextCacheSequenceAdmission:
     """
 
     token_ids: Int32Array = field(converter=_token_ids)
-    key_extras: BlockKeyExtras = field(factory=BlockKeyExtras)
+    key_extras: BlockKeyExtras = field(factory=BlockKeyExtras, validator=_one_of(BlockKeyExtras))
     per_position_media_hash: tuple[Digest | None, ...] = field(default=(), converter=_media_tuple)
-    resident: ResidentRef = ResidentRef()
+    resident: ResidentRef = field(default=ResidentRef(), validator=_one_of(ResidentRef))
     lookup_policy: LookupPolicy | None = field(default=None, validator=_enum_of(LookupPolicy, optional=True))
     memo: HashMemo = field(init=False, factory=HashMemo, repr=False)
 
@@ -183,7 +165,10 @@ class ContextCacheSequenceAdmission:
 
 
 def _sequences(values: Iterable[ContextCacheSequenceAdmission]) -> tuple[ContextCacheSequenceAdmission, ...]:
-    return tuple(values)
+    listed = tuple(values)
+    for index, sequence in enumerate(listed):
+        expect(sequence, ContextCacheSequenceAdmission, f"sequences[{index}]")
+    return listed
 
 
 @frozen(eq=False)
@@ -202,7 +187,7 @@ class ContextCacheBatchAdmission:
     commit_policy: CommitPolicy = field(
         default=CommitPolicy.INCLUDING_GENERATED_TOKENS, validator=_enum_of(CommitPolicy)
     )
-    replay_tail_length: int = field(default=0, validator=_whole(0, _INT32.max))
+    replay_tail_length: int = field(default=0, converter=_index_or_itself, validator=_whole(0, _INT32.max))
 
 
 def _ids(values: Iterable[int]) -> tuple[int, ...]:
@@ -308,7 +293,7 @@ class SequenceState:
 
 @frozen
 class RequestView:
-    """One request, copied: also for quarantined, poisoned and (for a while) released ones."""
+    """One request, copied; a released one has no sequences left."""
 
     id: str
     state: str
@@ -318,14 +303,12 @@ class RequestView:
     unfinalised_slots: tuple[int, ...]
 
 
-def slot_tuple(values: Sequence[int] | Int32Array) -> tuple[int, ...]:
-    """Logical slots as plain integers."""
+def slot_tuple(values: Any, what: str) -> tuple[int, ...]:
+    """Logical slots as plain integers. Raises ContractViolation for anything but a list or array of integers."""
     if isinstance(values, np.ndarray):
         if values.ndim != 1 or values.dtype.kind not in "iu":
-            raise ContractViolation(f"slots must be one dimension of integers, got {values.ndim} of {values.dtype}")
+            raise ContractViolation(f"{what} must be one dimension of integers, got {values.ndim} of {values.dtype}")
         listed: list[int] = values.tolist()
         return tuple(listed)
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise ContractViolation(f"slots must be integers, got {value!r}")
-    return tuple(int(value) for value in values)
+    expect(values, list | tuple | range, what)
+    return tuple(as_index(value, f"{what}[{index}]") for index, value in enumerate(values))

@@ -23,7 +23,7 @@ from context_cache.machines.spec import (
     Transition,
     each,
 )
-from context_cache.machines.step import Difference, Firing, ListRecorder, Recorder, Step, compare_steps
+from context_cache.machines.step import Difference, Firing, ListRecorder, Recorder, RecorderSwitch, Step, compare_steps
 
 ALL_MACHINES = (REQUEST, SEQUENCE, COORDINATOR, EXECUTION, VIEW)
 
@@ -50,6 +50,7 @@ __all__ = [
     "MachineSpec",
     "Not",
     "Recorder",
+    "RecorderSwitch",
     "Runner",
     "SpecError",
     "State",

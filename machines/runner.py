@@ -13,7 +13,6 @@ state with outstanding work is entered before its row's first step, the subject 
 from __future__ import annotations
 
 import enum
-import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -22,11 +21,9 @@ from transitions.core import Transition as _LibraryTransition
 
 from context_cache.backends.base import DeviceError, DrainResult
 from context_cache.machines.spec import Choice, Couple, MachineSpec, Row
-from context_cache.machines.step import DONE, Firing, Recorder, Step
+from context_cache.machines.step import DONE, Firing, Recorder, RecorderSwitch, Step
 
 __all__ = ["Call", "Ending", "EventRefused", "LifecycleError", "Runner", "Subject"]
-
-_log = logging.getLogger(__name__)
 
 
 class LifecycleError(Exception):
@@ -111,7 +108,7 @@ class _DrainFailed(Exception):
 class _PublishFailed(Exception):
     """Internal: unwinds a row after publishing raised."""
 
-    def __init__(self, step: str, error: Exception) -> None:
+    def __init__(self, step: str, error: BaseException) -> None:
         super().__init__(step, error)
         self.step, self.error = step, error
 
@@ -159,12 +156,21 @@ class Runner:
     an interrupt that came during a drain (likewise).
     """
 
-    def __init__(self, spec: MachineSpec, recorder: Recorder | None = None) -> None:
+    def __init__(self, spec: MachineSpec, recorder: Recorder | RecorderSwitch | None = None) -> None:
         self.spec = spec
-        self.recorder = recorder
+        self._switch = recorder if isinstance(recorder, RecorderSwitch) else RecorderSwitch(recorder)
         self._choices = spec.choices
         self._firings: dict[tuple[int, int, str, str | None], Firing] = {}
         self._machine = self._build(spec)
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Where steps go; None: nowhere, or switched off."""
+        return self._switch.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._switch.recorder = recorder
 
     def fire(self, subject: Subject, event: str, call: Call) -> Ending:
         """Fire ``event`` for ``subject``."""
@@ -222,9 +228,9 @@ class Runner:
                     if held[guard.name] != guard.wanted:
                         refused_by.setdefault(str(guard))
         state = subject._state
-        if self.recorder is not None:
+        if self._switch.recorder is not None:
             firing = Firing(self.spec.name, -1, event, state, state, outcome, "refused", None)
-            self._record(Step(subject.id, firing))
+            self._switch.record(Step(subject.id, firing))
         return EventRefused(self.spec.name, subject.id, state, event, self.spec.accepted(state), tuple(refused_by))
 
     def _build(self, spec: MachineSpec) -> Machine:
@@ -266,7 +272,7 @@ class Runner:
                     self._commit(subject, state, choice)
                 else:
                     run(call)
-            if self.recorder is not None:
+            if self._switch.recorder is not None:
                 self._note(subject, row, call, choice, mask, row.names, DONE, None, row.transition.work_ended)
         except BaseException:
             self._note(subject, row, call, choice, mask, (), "raised", None, None)
@@ -287,35 +293,45 @@ class Runner:
         item = row.transition
         subject._in_row = True
         ran: list[str] = []
+        raised: BaseException | None = None
+        ending = Ending.DONE
         try:
             try:
                 drained = self._walk(row.plan, subject, call, choice, ran)
+                if self._switch.recorder is None:
+                    return ending
+                outcome, failed, ended = DONE, None, "drained" if drained else item.work_ended
             except _ActionFailed as failure:
-                interrupt, drained = self._after_device_error(subject, row, call, choice, ran)
-                ended = "drained" if drained else None
-                self._note(subject, row, call, choice, mask, ran, "failed", failure.step, ended)
-                raise interrupt or failure.error from None
+                raised, failed = failure.error, failure.step
+                interrupt, drained = self._after_error(subject, row, call, choice, ran)
+                raised = interrupt or raised
+                outcome, ended = "failed", "drained" if drained else None
             except _DrainFailed as failure:
                 assert item.on_drain_failure is not None
+                raised, failed = failure.result.interrupt, failure.step
+                ending = Ending.DRAIN_FAILED
                 self._enter(subject, row, item.on_drain_failure, call, choice, ran)
-                self._note(subject, row, call, choice, mask, ran, "drain_failed", failure.step, None)
-                if failure.result.interrupt is not None:
-                    raise failure.result.interrupt from None
-                return Ending.DRAIN_FAILED
+                outcome, ended = "drain_failed", None
             except _PublishFailed as failure:
                 assert item.on_publish_failure is not None
+                raised, failed = failure.error, failure.step
+                self._walk(row.publish_failure_plan, subject, call, choice, ran)
                 self._enter(subject, row, item.on_publish_failure, call, choice, ran)
-                self._note(subject, row, call, choice, mask, ran, "publish_failed", failure.step, item.work_ended)
-                raise failure.error from None
-            except BaseException:
-                # A bug or an interrupt: passed on as it is. The trace says where it left the subject.
-                self._note(subject, row, call, choice, mask, ran, "raised", None, None)
-                raise
-            if self.recorder is not None:
-                self._note(subject, row, call, choice, mask, ran, DONE, None, "drained" if drained else item.work_ended)
-            return Ending.DONE
+                outcome, ended = "publish_failed", item.work_ended
+            except BaseException as error:
+                # A bug or an interrupt. It is passed on as it is; but device work may be half enqueued, so a row that
+                # has a failure state takes it, and no later call can believe that the row had ended well.
+                raised, failed, ended, outcome = error, None, None, "raised"
+                if item.on_failure is not None:
+                    _, drained = self._after_error(subject, row, call, choice, ran)
+                    ended = "drained" if drained else None
+            self._note(subject, row, call, choice, mask, ran, outcome, failed, ended)
         finally:
             subject._in_row = False
+        # Outside the except blocks, so that the error keeps its own cause and context.
+        if raised is not None:
+            raise raised
+        return ending
 
     def _walk(
         self, plan: tuple[tuple[int, Any, str], ...], subject: Subject, call: Call, choice: Choice, ran: list[str]
@@ -351,7 +367,7 @@ class Runner:
             elif code == 4:  # Row.PUBLISH
                 try:
                     run(call)
-                except Exception as error:
+                except BaseException as error:
                     raise _PublishFailed(name, error) from None
                 ran.append(name)
             else:  # Row.CLEARING
@@ -368,7 +384,7 @@ class Runner:
         else:
             self._machine.set_state(state, subject)
 
-    def _after_device_error(
+    def _after_error(
         self, subject: Subject, row: Row, call: Call, choice: Choice, ran: list[str]
     ) -> tuple[BaseException | None, bool]:
         """Do what is left to do, enter the failure state: an interrupt that came meanwhile, and whether it drained."""
@@ -402,7 +418,7 @@ class Runner:
         failed: str | None,
         work_ended: str | None,
     ) -> None:
-        if self.recorder is None:
+        if self._switch.recorder is None:
             return
         target = subject._state
         key = (row.number, mask, outcome if outcome == DONE else f"{outcome}:{target}", work_ended)
@@ -412,15 +428,4 @@ class Runner:
             firing = self._firings[key] = Firing(
                 self.spec.name, row.number, item.event, item.source, target, choice.outcomes[mask], outcome, work_ended
             )
-        self._record(Step(subject.id, firing, tuple(ran), call.slots, failed))
-
-    def _record(self, step: Step) -> None:
-        recorder = self.recorder
-        if recorder is None:
-            return
-        try:
-            recorder.record(step)
-        except Exception:
-            # A trace is worth less than a request: the recorder is switched off, and the log says so.
-            self.recorder = None
-            _log.exception("%s: the recorder raised and is switched off", self.spec.name)
+        self._switch.record(Step(subject.id, firing, tuple(ran), call.slots, failed))

@@ -165,6 +165,7 @@ class Transition:
     on_drain_failure: str | None = None
     on_publish_failure: str | None = None
     failure_steps: tuple[Step, ...] = ()
+    publish_failure_steps: tuple[HostStep, ...] = ()
     work_ended: str | None = None
     hot: bool = False
 
@@ -203,12 +204,22 @@ class Row:
     CLEARING: Final = 5
     COMMIT: Final = 6
 
-    __slots__ = ("entry_plans", "failure_plan", "light", "names", "number", "plan", "transition")
+    __slots__ = (
+        "entry_plans",
+        "failure_plan",
+        "light",
+        "names",
+        "number",
+        "plan",
+        "publish_failure_plan",
+        "transition",
+    )
 
     def __init__(self, number: int, transition: Transition, states: dict[str, State]) -> None:
         self.number = number
         self.transition = transition
         self.failure_plan = _plan(transition.failure_steps)
+        self.publish_failure_plan = _plan(transition.publish_failure_steps)
         self.entry_plans = {end: _plan(states[end].on_enter) for end in transition.ends}
         target = states[transition.target]
         steps, entry = _plan(transition.steps), self.entry_plans[transition.target]
@@ -356,7 +367,7 @@ class MachineSpec:
             raise SpecError(f"{self.name}: {row} names one guard twice, so it could never or always fire; keep one")
         if self.follows is None:
             self._check_failures(row)
-        elif row.steps or row.failure_steps:
+        elif row.steps or row.failure_steps or row.publish_failure_steps:
             raise SpecError(f"{self.name}: {row} has steps, but {self.name} only follows {self.follows}; drop them")
 
     def _check_failures(self, row: Transition) -> None:
@@ -379,13 +390,23 @@ class MachineSpec:
                     f"{self.name}: {row} does {step.name!r} after a failure, which could fail again without a state to "
                     "go to; use host steps, a drain and clearing actions only"
                 )
+        if row.publish_failure_steps and row.on_publish_failure is None:
+            raise SpecError(f"{self.name}: {row} has publish_failure_steps but no on_publish_failure; name the state")
+        for host_step in row.publish_failure_steps:
+            if host_step.publishes:
+                raise SpecError(f"{self.name}: {row} publishes after publishing failed; use steps that cannot fail")
         if row.failure_steps and row.on_failure is None:
             raise SpecError(f"{self.name}: {row} has failure_steps but no on_failure; name the state or drop the steps")
 
     def _check_names(self) -> None:
         meanings: dict[str, object] = {}
         for row in self.transitions:
-            for named in (*(guard.guard for guard in row.guards), *row.steps, *row.failure_steps):
+            for named in (
+                *(guard.guard for guard in row.guards),
+                *row.steps,
+                *row.failure_steps,
+                *row.publish_failure_steps,
+            ):
                 if meanings.setdefault(named.name, named) != named:
                     raise SpecError(f"{self.name}: {named.name!r} in {row} means two things; give one another name")
         for state in self.states:

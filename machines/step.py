@@ -6,6 +6,7 @@ the slots touched belongs to the :class:`Firing`, of which there is one for each
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -17,11 +18,14 @@ __all__ = [
     "Firing",
     "ListRecorder",
     "Recorder",
+    "RecorderSwitch",
     "Step",
     "compare_steps",
 ]
 
 DONE = "done"
+
+_log = logging.getLogger("context_cache.machines")
 
 
 @frozen
@@ -105,6 +109,26 @@ class Recorder(Protocol):
 
     def record(self, step: Step) -> None:
         """Take one step."""
+
+
+class RecorderSwitch:
+    """One recorder for several runners. If it raises it is switched off for all of them: a trace has no holes."""
+
+    __slots__ = ("recorder",)
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        self.recorder = recorder
+
+    def record(self, step: Step) -> None:
+        """Hand a step on; a recorder that raises costs the trace, never a request."""
+        recorder = self.recorder
+        if recorder is None:
+            return
+        try:
+            recorder.record(step)
+        except Exception:
+            self.recorder = None
+            _log.exception("%s %s: the recorder raised and is switched off", step.machine, step.subject)
 
 
 @frozen

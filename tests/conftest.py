@@ -137,6 +137,8 @@ class Harness:
     TOKEN_STATES = TOKEN_STATES
     BOUND_STATES = BOUND_STATES
     OUTSTANDING = OUTSTANDING
+    Synchronizer = SynchronizerUnderTest
+    Recorder = RecordedSteps
 
     def __init__(
         self,

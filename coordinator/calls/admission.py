@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from attrs import frozen
 
+from context_cache.coordinator.arguments import Int32Array
 from context_cache.coordinator.calls.base import RequestCall
 from context_cache.coordinator.core import Core, Request
 from context_cache.coordinator.errors import ContractViolation
@@ -22,7 +23,6 @@ from context_cache.coordinator.types import (
     ContextCacheBatchAdmission,
     ContextCacheSequenceAdmission,
     DecodingKvHeadroom,
-    Int32Array,
     ResidentRef,
 )
 
@@ -37,6 +37,7 @@ __all__ = [
     "check_input",
     "check_resident",
     "effective_policy",
+    "give_up",
 ]
 
 
@@ -87,6 +88,13 @@ def check_resident(core: Core, ref: ResidentRef, taken: set[int]) -> None:
         raise ContractViolation(f"resident slot {ref.slot} has epoch {ref.epoch}; acquire it from the slot pool first")
     if ref.slot in taken:
         raise ContractViolation(f"resident slot {ref.slot} is named twice in one batch; give each sequence its own")
+    last = int(core.ledger.last_epoch[ref.slot])
+    if ref.epoch < last:
+        raise ContractViolation(
+            f"resident slot {ref.slot} was last held with epoch {last}, the reference has {ref.epoch} and is stale; "
+            "acquire the slot anew",
+            slot=ref.slot, epoch=ref.epoch, last_epoch=last,
+        )  # fmt: skip
     owner = core.ledger.owners[ref.slot]
     if owner is not None:
         raise ContractViolation(
@@ -135,9 +143,10 @@ def acquire_sequence(
     tokens = sequence.token_ids
     pages = pages_needed(core, sequence, headroom)
     started = core.nanoseconds()
+    # Forked before anything is leased: from here to the ledger nothing can fail.
     chain = sequence.memo.chain(
         core.hasher, core.page_size, tokens, sequence.key_extras, sequence.per_position_media_hash
-    )
+    ).fork()
     manager = core.manager
     plan = require_coverage(manager.plan(chain.digests, tokens.size, policy), pages)
     planned = core.nanoseconds()
@@ -170,7 +179,7 @@ class _Opening(RequestCall):
                 self.request.id,
                 sequence.resident,
                 item.lease,
-                item.result.chain.fork(),
+                item.result.chain,
                 sequence.token_ids,
                 sequence.key_extras,
                 sequence.per_position_media_hash,
@@ -189,6 +198,17 @@ class _Opening(RequestCall):
                 bypass=item.policy is LookupPolicy.BYPASS,
                 forced_cold=item.result.forced_cold,
             )
+
+
+def give_up(core: Core, request: Request | None, acquired: list[Acquired]) -> None:
+    """An admission did not come about after its pages were leased: everything it has goes back. Never fails."""
+    for item in acquired:
+        slot = item.resident.slot
+        if core.ledger.leases[slot] is item.lease:
+            core.ledger.close(slot)
+        item.lease.release()
+    if request is not None:
+        core.requests.pop(request.id, None)
 
 
 class BeginCall(_Opening):

@@ -89,4 +89,5 @@ class RequestCall:
 
     def withhold(self) -> None:
         self.core.withhold(self.request)
-        self.core.ledger.state[self.request.order] = QUARANTINED
+        for slot in self.core.owned_slots(self.request):
+            self.core.ledger.state[slot] = QUARANTINED

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from context_cache.backends.base import DeviceArray
+from context_cache.coordinator.arguments import Int32Array, as_index, as_int32
 from context_cache.coordinator.calls.base import RequestCall
 from context_cache.coordinator.core import Core, PendingMapping, Request
 from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.ledger import BOUND
-from context_cache.coordinator.types import Int32Array, as_int32
 
 __all__ = ["CompactionCall", "check_mapping", "check_tensor"]
 
@@ -24,6 +24,7 @@ def check_mapping(values: Sequence[int] | Int32Array, new_size: int, old_size: i
     Raises ContractViolation. Survivors keep their order because the in-place compaction on the device walks upward.
     """
     mapping = as_int32(values, "old_to_new")
+    new_size = as_index(new_size, "new_batch_size")
     if mapping.size != old_size:
         raise ContractViolation(f"old_to_new has {mapping.size} entries for {old_size} sequences; give one per slot")
     kept = mapping[mapping != -1]
@@ -31,7 +32,7 @@ def check_mapping(values: Sequence[int] | Int32Array, new_size: int, old_size: i
         raise ContractViolation(
             f"old_to_new {mapping.tolist()} must number the survivors 0, 1, 2, ... in their order and retire with -1"
         )
-    if isinstance(new_size, bool) or kept.size != new_size:
+    if kept.size != new_size:
         raise ContractViolation(f"old_to_new keeps {kept.size} sequences, but the new batch size is {new_size}")
     return mapping
 
@@ -43,6 +44,10 @@ def check_tensor(tensor: Any, old_size: int) -> DeviceArray:
         raise ContractViolation(
             f"device_batch_mapping must be an int32 device array of at least {old_size} entries, got {size} of {dtype}"
         )
+    flags = getattr(tensor, "flags", None)
+    if not getattr(flags, "c_contiguous", True) or not getattr(flags, "writeable", True):
+        # A reshape of such a tensor is a copy, so the caller would never see the mapping.
+        raise ContractViolation("device_batch_mapping must be contiguous and writable; pass the tensor itself, no view")
     return tensor.reshape(-1)[:old_size]
 
 
@@ -83,10 +88,9 @@ class CompactionCall(RequestCall):
     def retire(self) -> None:
         core, request = self.core, self.request
         retired = self.retired_residents
-        request.order_by(self._surviving(), core.ledger)
         for slot in retired:
-            core.ledger.lease(slot).release()
-            core.ledger.close(slot)
+            core.give_back(request, slot)
+        request.order_by(self._surviving(), core.ledger)
         request.recount(core.ledger)
 
     def _surviving(self) -> npt.NDArray[np.int64]:

@@ -6,11 +6,12 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
+from context_cache.coordinator.arguments import Int32Array
 from context_cache.coordinator.calls.base import RequestCall
 from context_cache.coordinator.core import Core, Request
 from context_cache.coordinator.errors import ContractViolation, InvariantViolation
 from context_cache.coordinator.manager import ResourceDemand, ResourceType
-from context_cache.coordinator.types import DecodingKvHeadroom, GrowthRefusal, Int32Array
+from context_cache.coordinator.types import DecodingKvHeadroom, GrowthRefusal
 
 __all__ = ["DecodeCall", "plan_growth"]
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from context_cache.coordinator.advances import StepPlan
 from context_cache.coordinator.calls.base import RequestCall
 from context_cache.coordinator.core import Core, Request
+from context_cache.coordinator.errors import InvariantViolation
 
 __all__ = ["CompletionCall"]
+
+_log = logging.getLogger("context_cache.coordinator")
 
 
 class CompletionCall(RequestCall):
@@ -63,14 +68,20 @@ class CompletionCall(RequestCall):
 
     def publish(self) -> None:
         """Offer every slot; one that raises is skipped, the others are still published, the first error is raised."""
-        first_error: Exception | None = None
+        errors: list[Exception] = []
         for slot in self.publishing:
             try:
                 self._publish(int(self.request.order[slot]))
             except Exception as error:
-                first_error = first_error or error
-        if first_error is not None:
-            raise first_error
+                errors.append(error)
+        if not errors:
+            return
+        # A broken invariant must reach the guard that poisons, whatever else went wrong.
+        chosen = next((error for error in errors if isinstance(error, InvariantViolation)), errors[0])
+        for other in errors:
+            if other is not chosen:
+                _log.error("request %s: publishing a slot failed too", self.request.id, exc_info=other)
+        raise chosen
 
     def _publish(self, resident: int) -> None:
         core, ledger = self.core, self.core.ledger

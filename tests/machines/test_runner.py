@@ -546,7 +546,7 @@ def test_a_recorder_that_raises_is_switched_off_and_stops_nothing(patience, make
     assert recorder.told == patience + 1, "it was asked again"
     assert runner.recorder is None
     (entry,) = caplog.records
-    assert "request: the recorder raised and is switched off" in entry.getMessage()
+    assert "request r1: the recorder raised and is switched off" in entry.getMessage()
     assert entry.exc_info is not None
 
 
@@ -629,13 +629,13 @@ def test_a_trace_holds_every_change_and_leads_to_the_same_state(scripted_call, h
 
 
 def test_a_device_error_from_a_host_step_is_a_bug_like_any_other(make_call):
-    """Only device actions may fail. It could go wrong by taking the failure row and blaming the step before."""
+    """Only device actions may fail. It is recorded as raised, and blames no step."""
     recorder, subject = ListRecorder(), Subject("r1", "admitted")
     odd = DeviceError("upload_rows", "s", "not from an action")
     with pytest.raises(DeviceError) as caught:
         Runner(REQUEST, recorder).fire(subject, "prepare_prefill", make_call(REQUEST, {}, {0: odd}))
     assert caught.value is odd
-    assert subject.state == "prefilling"
+    assert subject.state == "broken"
     assert [(step.outcome, step.failed) for step in recorder.steps] == [("raised", None)]
 
 

@@ -25,7 +25,7 @@ def test_nothing_is_said_about_a_healthy_coordinator(h, running):
 @pytest.mark.parametrize(
     ("breakage", "fact"),
     [
-        (lambda core: core.table.set_row(0, [5]), "row 0 does not name its lease's pages"),
+        (lambda core: core.table._rows.__setitem__((0, 0), 5), "row 0 does not name its lease's pages"),
         (lambda core: core.table.set_row(1, [5]), "row 1 names pages, but no request has it"),
         (lambda core: core.ledger.published_blocks.__setitem__(0, 9), "published more than it has committed"),
         (lambda core: core.ledger.token_count.__setitem__(0, 3), "slot 0 lists 3"),

@@ -15,7 +15,7 @@ from time import perf_counter_ns
 
 from attrs import define, field, frozen
 
-__all__ = ["Bench", "Figure", "Ratio", "median_us", "times_us"]
+__all__ = ["Bench", "Figure", "Ratio", "once_us", "times_us"]
 
 
 @frozen
@@ -101,6 +101,8 @@ def times_us(action: Callable[[], object], repeats: int, *, inner: int = 1, befo
     return samples
 
 
-def median_us(action: Callable[[], object], repeats: int = 7, inner: int = 200) -> float:
-    """Median over ``repeats`` of the mean of ``inner`` calls, microseconds."""
-    return statistics.median(times_us(action, repeats, inner=inner))
+def once_us(action: Callable[..., object], *arguments: object) -> float:
+    """Microseconds of one call, for work that changes what the next call would find."""
+    start = perf_counter_ns()
+    action(*arguments)
+    return (perf_counter_ns() - start) / 1e3
