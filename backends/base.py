@@ -25,8 +25,10 @@ __all__ = [
     "DeviceError",
     "DrainResult",
     "Event",
+    "HiddenCopy",
     "Int32Array",
     "LifecycleDevice",
+    "SnapshotCopies",
     "Stream",
     "Synchronizer",
     "drain_with",
@@ -104,6 +106,35 @@ def drain_with(synchronizer: Synchronizer, stream: Stream, timeout: float | None
     return result
 
 
+@frozen
+class SnapshotCopies:
+    """Copies between live state and snapshot slots, planned for a whole batch.
+
+    slots, rows:    recurrent snapshot slot and resident row of each copy.
+    partial_slots, base_pages, tokens: partial snapshot slot, page id and number of tokens of each partial-page copy.
+    draft_pages:    page ids of the draft model, one for each partial copy; None: the draft takes no part.
+    zero_rows:      resident rows that start from zero instead (a restore only).
+    """
+
+    slots: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    partial_slots: tuple[int, ...] = ()
+    base_pages: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    draft_pages: tuple[int, ...] | None = None
+    zero_rows: tuple[int, ...] = ()
+
+
+@frozen(eq=False)
+class HiddenCopy:
+    """One boundary hidden row: recurrent snapshot slot, the runtime's tensor, the row in it, and the logical slot."""
+
+    slot: int
+    tensor: DeviceArray
+    row: int
+    logical_slot: int
+
+
 class LifecycleDevice(Protocol):
     """Everything the rows of a lifecycle may ask of a device. Actions return whether anything was enqueued.
 
@@ -112,6 +143,39 @@ class LifecycleDevice(Protocol):
 
     def upload_base_rows(self) -> bool:
         """Enqueue the page-table rows that differ from what the device has."""
+
+    def upload_draft_rows(self) -> bool:
+        """The same for the draft's page table."""
+
+    def reset_draft_lengths(self, lengths: Int32Array) -> bool:
+        """Start a batch in the draft's length vector."""
+
+    def install_draft_lengths(self, lengths: Int32Array) -> bool:
+        """Put a running batch's common lengths back into the draft's vector."""
+
+    def compact_draft_lengths(self, mapping: DeviceArray, old_size: int, new_size: int) -> bool:
+        """Compact the draft's length vector in place, ascending."""
+
+    def zero_recurrent(self, copies: SnapshotCopies) -> bool:
+        """Zero the recurrent rows of sequences that start cold."""
+
+    def restore_recurrent(self, copies: SnapshotCopies) -> bool:
+        """Recurrent snapshots into resident rows."""
+
+    def restore_partial(self, copies: SnapshotCopies) -> bool:
+        """Partial-page snapshots into pages, of the draft too where the copies name draft pages."""
+
+    def capture_recurrent(self, copies: SnapshotCopies) -> bool:
+        """Resident rows into recurrent snapshots."""
+
+    def capture_partial(self, copies: SnapshotCopies) -> bool:
+        """The written part of a page into partial snapshots, of the draft too where the copies name draft pages."""
+
+    def capture_hidden(self, copy: HiddenCopy) -> bool:
+        """One boundary hidden row into its snapshot slot."""
+
+    def restore_hidden(self, copy: HiddenCopy) -> bool:
+        """One boundary hidden row out of its snapshot slot."""
 
     def reset_base_lengths(self, lengths: Int32Array) -> bool:
         """Start a batch: its lengths become the device length vector."""

@@ -29,7 +29,6 @@ __all__ = [
     "plan_decode_step",
     "plan_full_input",
     "plan_plain_step",
-    "refuse_common_lengths",
 ]
 
 Slots = npt.NDArray[np.int64]
@@ -46,7 +45,8 @@ class StepPlan:
 
     residents: int64[m], resident slots that advance. positions: int64[k], where each token goes in the flat token
     array. tokens: int32[k]. committed, token_count: int32[m], the new values. states: (residents, new codes) of the
-    sequences whose state changes, or None. most: the largest number of positions any of them took.
+    sequences whose state changes, or None. most: the largest number of positions any of them took. common: int32[m],
+    new common lengths of a speculative request; None: they follow the committed ones.
     """
 
     residents: Slots
@@ -56,6 +56,13 @@ class StepPlan:
     token_count: Int32Array
     states: tuple[Slots, npt.NDArray[np.uint8]] | None
     most: int
+    common: Int32Array | None = None
+
+    def lengths_after(self, core: Core, request: Request, slots: tuple[int, ...]) -> list[tuple[int, int]]:
+        """(resident slot, committed length after the step) of logical slots; a slot that holds keeps its length."""
+        moved = dict(zip(self.residents.tolist(), self.committed.tolist(), strict=True))
+        residents = [int(request.order[slot]) for slot in slots]
+        return [(resident, moved.get(resident, int(core.ledger.committed[resident]))) for resident in residents]
 
 
 def as_batch_advance(advances: BatchAdvance | Sequence[ContextCacheSequenceAdvance], count: int) -> BatchAdvance:
@@ -117,7 +124,7 @@ def plan_plain_step(core: Core, request: Request, batch: object, completed: tupl
     This is the step that a runtime makes ninety-nine times in a hundred, so it is recognised with as few array
     operations as possible: equal bytes are equal arrays. Whatever is not recognised is checked rule by rule elsewhere.
     """
-    if type(batch) is not BatchAdvance or request.joiners or request.terminals or not request.lookahead:
+    if type(batch) is not BatchAdvance or request.joiners or request.terminals or not request.plain_steps:
         return None
     tokens, counts, committed, order = batch.token_ids, batch.counts, batch.committed, request.order
     try:
@@ -142,19 +149,22 @@ def plan_plain_step(core: Core, request: Request, batch: object, completed: tupl
     return StepPlan(order, request.row_starts + following, tokens, following, following + 1, states, 1)
 
 
-def plan_decode_step(core: Core, request: Request, batch: BatchAdvance, completed: tuple[int, ...]) -> StepPlan:
+def plan_decode_step(
+    core: Core, request: Request, batch: BatchAdvance, completed: tuple[int, ...], common: object = None
+) -> StepPlan:
     """Check one decode step of a request and work out the new ledger values.
 
-    Lookahead: one token per sequence, committed + 1, or HOLD. Fully committed: k > 0 tokens, committed + k, or HOLD.
+    One token per sequence and committed + 1; where the policy or the token contract takes several, k > 0 tokens and
+    committed + k; or HOLD. common: common state lengths of a speculative request.
     completed: logical slots that ended normally; only seated sequences may be named.
     Raises ContractViolation naming the first slot that breaks a rule.
     """
     _check_counts(batch)
-    return _plan_mixed_step(core, request, batch, completed, core.ledger.committed[request.order])
+    return _plan_mixed_step(core, request, batch, completed, common, core.ledger.committed[request.order])
 
 
 def _plan_mixed_step(
-    core: Core, request: Request, batch: BatchAdvance, completed: tuple[int, ...], old: Int32Array
+    core: Core, request: Request, batch: BatchAdvance, completed: tuple[int, ...], common: object, old: Int32Array
 ) -> StepPlan:
     ledger, order = core.ledger, request.order
     count = order.size
@@ -177,19 +187,19 @@ def _plan_mixed_step(
             slot=slot, state=STATE_NAMES[int(states[slot])],
         )  # fmt: skip
     counts = batch.counts
-    wanted = counts == 1 if request.lookahead else counts > 0
+    wanted = counts == 1 if request.plain_steps else counts > 0
     listed = ledger.token_count[order]
     full = listed == old + 1 if request.lookahead else listed == old
     wrong = (moves & ~(wanted & full & (batch.committed.astype(np.int64) == old + counts))).nonzero()[0]
     if wrong.size:
         slot = int(wrong[0])
-        rule = "one token and committed + 1" if request.lookahead else "k tokens and committed + k"
+        rule = "one token and committed + 1" if request.plain_steps else "k tokens and committed + k"
         raise ContractViolation(
             f"slot {slot} brings {int(counts[slot])} token(s) and committed length {int(batch.committed[slot])} after "
             f"{int(old[slot])}; give {rule}, or HOLD",
             slot=slot,
         )
-    room = ledger.page_count[order].astype(np.int64) * core.page_size
+    room = ledger.positions_held(order)
     over = (moves & (batch.committed > room)).nonzero()[0]
     if over.size:
         slot = int(over[0])
@@ -198,6 +208,8 @@ def _plan_mixed_step(
             "prepare the step with enough headroom",
             slot=slot,
         )
+    after = np.where(moves, batch.committed, old)
+    kept = request.policy.step_common(core, request, common, after, moves)
     residents = order[moves]
     changed = (following != states).nonzero()[0]
     committed = batch.committed[moves]
@@ -210,6 +222,7 @@ def _plan_mixed_step(
         listed[moves] + taken,
         (order[changed], following[changed]) if changed.size else None,
         int(taken.max()) if taken.size else 0,
+        None if kept is None else kept[moves],
     )
 
 
@@ -243,17 +256,6 @@ def plan_full_input(core: Core, request: Request, batch: BatchAdvance, slots: Sl
         (residents, np.full(residents.size, SEATED, np.uint8)),
         0,
     )
-
-
-def refuse_common_lengths(lengths: Sequence[int] | Int32Array | None) -> None:
-    """Common lengths belong to speculative requests; raise ContractViolation if any were given."""
-    if lengths is None:
-        return
-    expect(lengths, list | tuple | np.ndarray, "common_state_lengths")
-    if len(lengths):
-        raise ContractViolation(
-            f"{len(lengths)} common state lengths were given for a request that is not speculative; leave them out"
-        )
 
 
 def _positions(starts: Slots, counts: Int32Array) -> Slots:

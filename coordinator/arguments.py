@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from context_cache.coordinator.errors import ContractViolation
 
-__all__ = ["Int32Array", "as_index", "as_int32", "expect"]
+__all__ = ["Int32Array", "as_index", "as_int32", "as_tuple", "expect"]
 
 Int32Array = npt.NDArray[np.int32]
 _INT32: Final = np.iinfo(np.int32)
@@ -52,6 +53,13 @@ def as_index(value: Any, what: str) -> int:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise ContractViolation(f"{what} must be an integer, got {value!r}")
     return int(value)
+
+
+def as_tuple(values: Any, what: str) -> tuple[Any, ...]:
+    """The items of an iterable. Raises ContractViolation for anything else, text included."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise ContractViolation(f"{what} must be a list, got {type(values).__name__}")
+    return tuple(values)
 
 
 def expect(value: Any, kind: type | types.UnionType, what: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,14 @@ from attrs import frozen
 
 from context_cache.backends.base import Backend, DeviceArray, Stream, Synchronizer
 from context_cache.coordinator.config import ContextCacheConfig, ContextCacheDeploymentProfile, DeploymentConfig
-from context_cache.coordinator.device_state import ContextCachePhysicalResources, DeviceFace
+from context_cache.coordinator.device import DeviceFace
+from context_cache.coordinator.device_state import ContextCachePhysicalResources
 from context_cache.coordinator.identity import BlockHasher
 from context_cache.coordinator.ledger import BOUND, SEATED, TERMINAL, Ledger
 from context_cache.coordinator.manager import ContextCacheManager
 from context_cache.coordinator.metrics import Counters
+from context_cache.coordinator.rows import Rows
+from context_cache.coordinator.snapshots import HybridSnapshotStorage
 from context_cache.coordinator.types import ContextCacheBatchAdmission, TokenStateContract
 from context_cache.machines import (
     COORDINATOR,
@@ -33,6 +36,9 @@ from context_cache.machines import (
     Runner,
     Subject,
 )
+
+if TYPE_CHECKING:
+    from context_cache.coordinator.policies import PublicationPolicy
 
 __all__ = ["ENDED_STATES", "WITHHELD_STATES", "Core", "Request"]
 
@@ -63,20 +69,27 @@ class Request(Subject):
     joiners:        how many sequences are unfinalised joiners, terminals: how many are terminal; counts over the
                     ledger's state column, kept here so that a plain step need not look at the column.
     mapping:        the compaction mapping between begin_batch_compaction and compact_batch.
-    room:           int32[n], positions that the pages of each seated sequence hold; NO_LIMIT for a sequence that will
+    plain_steps:    every sequence brings one token in a step.
+    policy:         how it publishes. paired: it has draft pages and draft rows.
+    room, draft_room: int32[n], positions that the pages of each seated sequence hold; NO_LIMIT for a sequence that will
                     hold (joiner, terminal) and so asks for nothing.
-    positions_left: a lower bound of the positions that every seated sequence may still write. A step that asks for no
-                    more is decided without looking at any sequence.
+    positions_left, draft_left: lower bounds of the positions that every seated sequence may still write. A step that
+                    asks for no more is decided without looking at any sequence.
     one_each:       the bytes of int32[n] ones, the counts of a plain step.
     """
 
     __slots__ = (
         "batch",
+        "draft_left",
+        "draft_room",
         "joiners",
         "lookahead",
         "mapping",
         "one_each",
         "order",
+        "paired",
+        "plain_steps",
+        "policy",
         "positions_left",
         "room",
         "row_starts",
@@ -85,14 +98,21 @@ class Request(Subject):
         "withheld_since",
     )
 
-    def __init__(self, request_id: str, batch: ContextCacheBatchAdmission) -> None:
+    def __init__(
+        self, request_id: str, batch: ContextCacheBatchAdmission, policy: PublicationPolicy, paired: bool
+    ) -> None:
         super().__init__(request_id, REQUEST.initial)
         self.batch = batch
+        self.policy = policy
+        self.paired = paired
         self.lookahead = batch.token_state_contract is TokenStateContract.COMMITTED_PLUS_LOOKAHEAD
+        self.plain_steps = self.lookahead and policy.one_token
         self.order: npt.NDArray[np.int64] = _NO_SLOTS
         self.row_starts: npt.NDArray[np.int64] = _NO_SLOTS
         self.slots: tuple[int, ...] = ()
         self.room: npt.NDArray[np.int32] = _NO_LENGTHS
+        self.draft_room: npt.NDArray[np.int32] = _NO_LENGTHS
+        self.draft_left = 0
         self.one_each = b""
         self.joiners = 0
         self.terminals = 0
@@ -116,15 +136,17 @@ class Request(Subject):
         """Derive the counts again after sequence states, pages or the order have changed."""
         states = ledger.state[self.order]
         seated = states == SEATED
-        held = ledger.page_count[self.order] * ledger.page_size
+        held = ledger.positions_held(self.order)
+        draft_held = ledger.draft_page_count[self.order] * ledger.page_size
         if seated.all():
             self.joiners = self.terminals = 0
-            self.room = held
+            self.room, self.draft_room = held, draft_held
         else:
             self.joiners = int(np.count_nonzero(states == BOUND))
             self.terminals = int(np.count_nonzero(states == TERMINAL))
             self.room = np.where(seated, held, NO_LIMIT)
-        self.positions_left = 0
+            self.draft_room = np.where(seated, draft_held, NO_LIMIT)
+        self.positions_left = self.draft_left = 0
 
 
 class _Region(Subject):
@@ -151,15 +173,20 @@ class Core:
         stream: Stream,
         synchronizer: Synchronizer,
         recorder: Recorder | None,
-        identity_key: bytes | None,
+        hasher: BlockHasher,
+        snapshots: HybridSnapshotStorage | None,
     ) -> None:
         self.config, self.deployment, self.profile = config, deployment, profile
         self.resources, self.manager, self.stream = resources, manager, stream
-        self.cache, self.table = resources.base_cache, resources.base_page_table
+        self.cache, self.draft_cache = resources.base_cache, resources.draft_cache
+        self.rows = Rows(resources.base_page_table, resources.draft_page_table)
+        self.snapshots = snapshots
         self.page_size, self.row_pages = deployment.page_size, deployment.row_pages
-        self.device = DeviceFace(backend, resources, stream, synchronizer, config.drain_timeout_seconds)
-        self.hasher = BlockHasher(identity_key)
-        self.ledger = Ledger(deployment.max_batch, deployment.row_pages, deployment.page_size)
+        self.device = DeviceFace(backend, resources, snapshots, stream, synchronizer, config.drain_timeout_seconds)
+        self.hasher = hasher
+        self.ledger = Ledger(
+            deployment.max_batch, deployment.row_pages, deployment.page_size, paged=profile.has_attention
+        )
         self.counters = Counters()
         self.requests: dict[str, Request] = {}
         # Filled by finalisers, possibly on another thread; append and popleft of a deque are atomic.
@@ -183,7 +210,12 @@ class Core:
     def was_given(self, request_id: str) -> bool:
         """Whether the id was ever given to a request; ended requests are not remembered one by one."""
         number = request_id[1:]
-        return request_id[:1] == "r" and number.isdecimal() and 1 <= int(number) <= self._request_count
+        return (
+            request_id[:1] == "r"
+            and number.isdecimal()
+            and len(number) <= 18
+            and 1 <= int(number) <= self._request_count
+        )
 
     @property
     def poisoned(self) -> bool:
@@ -228,6 +260,17 @@ class Core:
         """int32[n]: what the device length vector must hold for the request's batch."""
         lengths: npt.NDArray[np.int32] = self.ledger.committed[request.order]
         return lengths
+
+    def common_lengths_of(self, request: Request) -> npt.NDArray[np.int32]:
+        """int32[n]: what the draft's length vector must hold for the request's batch."""
+        lengths: npt.NDArray[np.int32] = self.ledger.common[request.order]
+        return lengths
+
+    def set_active_batch(self, request: Request) -> None:
+        """Lower the caches' active batch to the request's size; host views only."""
+        for cache in (self.cache, self.draft_cache if request.paired else None):
+            if cache is not None and cache.active_batch_size > request.order.size:
+                cache.set_active_batch_size(request.order.size)
 
     def tell_service(self, event: str, *, owners_left: bool = True) -> None:
         """Fire one of the coordinator's own events, which no request caused."""

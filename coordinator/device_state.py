@@ -1,8 +1,7 @@
 """Device memory that is indexed by page, by resident slot and by batch position: the K/V pools, the recurrent state and
 the length vector.
 
-``HybridCacheManager`` is borrowed from the runtime and outlives the coordinator. ``DeviceFace`` is what the rows of a
-lifecycle see of it: one verb per action, every host input in a staging buffer of its own use.
+``HybridCacheManager`` is borrowed from the runtime and outlives the coordinator.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
-from context_cache.backends.base import Backend, DeviceArray, DrainResult, Stream, Synchronizer, drain_with
-from context_cache.backends.staging import StagingRing
+from context_cache.backends.base import Backend, DeviceArray, Stream
+from context_cache.coordinator.arguments import as_index
 from context_cache.coordinator.config import DeploymentConfig, validate_deployment, validate_pool
 from context_cache.coordinator.deployment import LayerKind, storage_dtype
 from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.page_table import KVPageTable
 
-__all__ = ["ContextCachePhysicalResources", "DeviceFace", "HybridCacheManager", "allocate_resources"]
+__all__ = ["ContextCachePhysicalResources", "HybridCacheManager", "allocate_resources"]
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -101,6 +100,7 @@ class HybridCacheManager:
 
         False, and no device call, without recurrent layers. Raises ContractViolation outside 0..max_batch - 1.
         """
+        slot = as_index(slot, "resident slot")
         if not 0 <= slot < self.max_batch:
             raise ContractViolation(f"resident slot {slot} is outside 0..{self.max_batch - 1}", slot=slot)
         if not self.recurrent_states:
@@ -175,69 +175,3 @@ def _page_table(deployment: DeploymentConfig, num_pages: int, backend: Backend) 
         num_pages=num_pages,
         backend=backend,
     )
-
-
-class DeviceFace:
-    """The verbs of ``LifecycleDevice`` over one cache, one table and one stream."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        resources: ContextCachePhysicalResources,
-        stream: Stream,
-        synchronizer: Synchronizer,
-        drain_timeout: float | None,
-    ) -> None:
-        self._backend = backend
-        self._cache = resources.base_cache
-        self._table = resources.base_page_table
-        self._stream = stream
-        self._synchronizer = synchronizer
-        self._drain_timeout = drain_timeout
-        batch = self._cache.max_batch
-        self._lengths: StagingRing[Int32Array] = StagingRing(backend, lambda: backend.pinned((batch,), "int32"))
-        self._mappings: StagingRing[Int32Array] = StagingRing(backend, lambda: backend.pinned((batch,), "int32"))
-
-    def upload_base_rows(self) -> bool:
-        # A pure recurrent deployment has no page table.
-        return self._table is not None and self._table.upload(self._stream)
-
-    def reset_base_lengths(self, lengths: Int32Array) -> bool:
-        use = self._lengths.take()
-        try:
-            staged = use.buffer[: lengths.size]
-            staged[:] = lengths
-            self._cache.reset_for_new_sequences(staged, self._stream)
-        finally:
-            self._lengths.commit(use, self._stream)
-        return True
-
-    def install_base_lengths(self, lengths: Int32Array) -> bool:
-        return self.reset_base_lengths(lengths)
-
-    def compact_base_lengths(self, mapping: DeviceArray, old_size: int, new_size: int) -> bool:
-        self._cache.compact_kv_cache_lengths(mapping, old_size, new_size, self._stream)
-        return True
-
-    def copy_mapping(self, mapping: Int32Array, tensor: DeviceArray) -> bool:
-        use = self._mappings.take()
-        try:
-            staged = use.buffer[: mapping.size]
-            staged[:] = mapping
-            self._backend.upload_mapping(tensor, staged, self._stream)
-        finally:
-            self._mappings.commit(use, self._stream)
-        return True
-
-    def clear_resident_state(self, slots: tuple[int, ...]) -> bool:
-        cleared = [self._cache.clear_resident_slot(slot, self._stream) for slot in slots]
-        return any(cleared)
-
-    def drain(self) -> DrainResult:
-        result = drain_with(self._synchronizer, self._stream, self._drain_timeout)
-        if result.ok:
-            for ring in (self._lengths, self._mappings):
-                ring.drained()
-            if self._table is not None:
-                self._table.drained()
-        return result

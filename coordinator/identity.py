@@ -9,6 +9,9 @@ a presence mark, every list and every byte string with its length) and a mark th
 *text only*, then the raw little-endian int32 ids; or *mixed*, then each position with a mark of its own. Since the
 header says how long the positions are, the stream of several blocks can be cut in only one way.
 
+The tail of a prefix that ends within a block has a stream of its own kind, marked as such, behind the digest of the
+block before it; so no tail equals a block, and hashing one leaves the running hash alone.
+
 Digests are process local: with a random key (the default) nobody outside can aim at a collision, and a digest means
 nothing to another process. One coordinator is one trust domain; callers that must not share state, or measure each
 other's hits, need an isolation digest each.
@@ -26,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field, frozen
 
-from context_cache.coordinator.arguments import as_int32, expect
+from context_cache.coordinator.arguments import as_index, as_int32, as_tuple, expect
 from context_cache.coordinator.errors import ContractViolation
 
 __all__ = [
@@ -48,6 +51,7 @@ Int32Array = npt.NDArray[np.int32]
 _DIGEST_BYTES_MIN: Final = 16
 _KEY_BYTES_MIN: Final = 16
 _BLOCK: Final = b"B"
+_TAIL: Final = b"T"
 _TEXT_ONLY: Final = b"t"
 _MIXED: Final = b"m"
 _TOKEN: Final = b"\x00"
@@ -102,7 +106,7 @@ class MediaSpanKey:
 
 
 def _spans(values: Iterable[MediaSpanKey]) -> tuple[MediaSpanKey, ...]:
-    listed = tuple(values)
+    listed: tuple[MediaSpanKey, ...] = as_tuple(values, "BlockKeyExtras.media")
     for index, span in enumerate(listed):
         expect(span, MediaSpanKey, f"BlockKeyExtras.media[{index}]")
     return listed
@@ -152,14 +156,17 @@ class HashChain:
     """The digests of one sequence's full blocks, extended as its tokens arrive.
 
     digests: one per full block, in order; append only. Read it, do not change it.
+    root:    what stands before block 0; the same for every chain of one hasher.
     """
 
-    __slots__ = ("_extras", "_hasher", "_page_bytes", "_text_header", "digests", "page_size")
+    __slots__ = ("_extras", "_hasher", "_keyed", "_page_bytes", "_text_header", "digests", "page_size", "root")
 
-    def __init__(self, hasher: hashlib._Hash, page_size: int, extras: bytes) -> None:
+    def __init__(self, keyed: hashlib._Hash, root: Digest, page_size: int, extras: bytes) -> None:
         self.digests: list[Digest] = []
         self.page_size = page_size
-        self._hasher = hasher
+        self.root = root
+        self._keyed = keyed  # has consumed the key and nothing else; never updated
+        self._hasher = keyed.copy()
         self._page_bytes = page_size * 4
         self._extras = extras
         self._text_header = self._header(_TEXT_ONLY)
@@ -194,11 +201,41 @@ class HashChain:
             self._add_block(tokens, block * self.page_size, media)
         return (len(self.digests) - before) * self.page_size
 
+    def exact_digest(self, tokens: Int32Array, length: int, media: Media = ()) -> Digest:
+        """Identity of the first ``length`` tokens, whether or not they end with a block. Changes nothing.
+
+        tokens: int32[n], the whole sequence; only the tail behind the last full block of the prefix is read.
+        media:  per-position digests of the whole sequence; positions behind its end are text.
+
+        0 tokens: the root. Whole blocks: the digest of the last one. Otherwise a hash of the digest before the tail and
+        of the tail. Raises ContractViolation when the length is negative, its full blocks are not hashed yet, or its
+        tail is not among ``tokens``.
+        """
+        blocks, tail = divmod(length, self.page_size)
+        if length < 0 or blocks > len(self.digests) or (tail and length > tokens.size):
+            raise ContractViolation(
+                f"exact digest: {length} tokens are not covered by {len(self.digests)} hashed blocks and {tokens.size} "
+                f"tokens; extend the chain first and pass the whole sequence",
+                length=length, hashed_tokens=self.hashed_tokens, tokens=int(tokens.size),
+            )  # fmt: skip
+        parent = self.digests[blocks - 1] if blocks else self.root
+        if tail == 0:
+            return parent
+        start = length - tail
+        marks = media[start:length]
+        mixed = any(digest is not None for digest in marks)
+        header = struct.pack("<II", tail, len(self._extras)) + self._extras + (_MIXED if mixed else _TEXT_ONLY)
+        hasher = self._keyed.copy()
+        hasher.update(_TAIL + _bytes(parent) + header)
+        hasher.update(_marked(tokens[start:length], marks) if mixed else _raw(tokens[start:length]))
+        return Digest(hasher.digest())
+
     def fork(self) -> HashChain:
         """An independent chain with the same past."""
         other = HashChain.__new__(HashChain)
         other.digests = self.digests.copy()
         other.page_size, other._page_bytes = self.page_size, self._page_bytes
+        other.root, other._keyed = self.root, self._keyed
         other._extras, other._text_header = self._extras, self._text_header
         other._hasher = self._hasher.copy()
         return other
@@ -228,13 +265,18 @@ class HashChain:
         if not any(digest is not None for digest in marks):
             self._add_text(_raw(tokens[begin:end]))
             return self.digests[-1]
-        parts = [self._header(_MIXED)]
-        for offset, token in enumerate(tokens[begin:end].tolist()):
-            digest = marks[offset] if offset < len(marks) else None
-            parts.append(_TOKEN + struct.pack("<i", token) if digest is None else _MEDIA + _bytes(digest))
-        self._hasher.update(b"".join(parts))
+        self._hasher.update(self._header(_MIXED) + _marked(tokens[begin:end], marks))
         self.digests.append(Digest(self._hasher.copy().digest()))
         return self.digests[-1]
+
+
+def _marked(tokens: Int32Array, marks: Media) -> bytes:
+    """Positions with a mark each: the media digest where there is one, else the token id."""
+    parts: list[bytes] = []
+    for offset, token in enumerate(tokens.tolist()):
+        digest = marks[offset] if offset < len(marks) else None
+        parts.append(_TOKEN + struct.pack("<i", token) if digest is None else _MEDIA + _bytes(digest))
+    return b"".join(parts)
 
 
 def _raw(tokens: Int32Array) -> memoryview:
@@ -248,7 +290,7 @@ class BlockHasher:
     The same key gives the same digests in another process; that is for tests and for replaying, not for sharing.
     """
 
-    __slots__ = ("_root",)
+    __slots__ = ("_keyed", "_root")
 
     def __init__(self, key: bytes | None = None) -> None:
         if key is None:
@@ -257,13 +299,15 @@ class BlockHasher:
             raise ContractViolation(f"identity key must be at least {_KEY_BYTES_MIN} bytes; pass None for a random one")
         # A whole compression block for the key, its length in front: the key cannot run into the stream.
         seed = _bytes(key)
-        self._root = hashlib.sha256(seed + b"\x00" * (-len(seed) % 64))
+        self._keyed = hashlib.sha256(seed + b"\x00" * (-len(seed) % 64))
+        self._root = Digest(self._keyed.digest())
 
     def chain(self, page_size: int, extras: BlockKeyExtras = _NO_EXTRAS) -> HashChain:
         """An empty chain. Raises ContractViolation for a page size below 1."""
-        if page_size <= 0:
+        expect(extras, BlockKeyExtras, "extras")
+        if as_index(page_size, "page size") <= 0:
             raise ContractViolation(f"page size must be at least 1 token, got {page_size}", page_size=page_size)
-        return HashChain(self._root.copy(), page_size, extras.serialised())
+        return HashChain(self._keyed, self._root, page_size, extras.serialised())
 
     def hash_full_blocks(
         self,
@@ -285,12 +329,13 @@ class BlockHasher:
         if tokens is None:
             raise ContractViolation("tokens are missing; pass an empty list for an empty prefix")
         ids = as_int32(tokens, "tokens")
-        media = () if media is None else media
+        media = () if media is None else as_tuple(media, "media")
         check_media(media, ids.size)
         chain = self.chain(page_size, extras)
         if block_extras is None:
             chain.extend_to(ids, media)
             return chain.digests
+        block_extras = as_tuple(block_extras, "block_extras")
         blocks = ids.size // page_size
         if len(block_extras) != blocks:
             raise ContractViolation(
@@ -298,6 +343,7 @@ class BlockHasher:
                 given=len(block_extras), blocks=blocks,
             )  # fmt: skip
         for block, own in enumerate(block_extras):
+            expect(own, BlockKeyExtras, f"block_extras[{block}]")
             begin = block * page_size
             chain.add_block(ids[begin : begin + page_size], own, media[begin : begin + page_size])
         return chain.digests

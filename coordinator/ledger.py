@@ -13,13 +13,27 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from attrs import frozen
 
 from context_cache.coordinator.identity import BlockKeyExtras, Digest, HashChain
-from context_cache.coordinator.manager import Lease, LookupPolicy
+from context_cache.coordinator.manager import Lease, LookupPolicy, SnapshotReservation
 from context_cache.coordinator.types import CommitPolicy, ResidentRef, SequenceState
-from context_cache.machines import STATE_CODES
+from context_cache.machines import CAPTURE_CODES, STATE_CODES
 
-__all__ = ["BOUND", "FREE", "LEASED", "QUARANTINED", "SEATED", "STATE_NAMES", "TERMINAL", "Ledger"]
+__all__ = [
+    "BOUND",
+    "CAPTURE_CAPTURED",
+    "CAPTURE_NONE",
+    "CAPTURE_RESERVED",
+    "FREE",
+    "LEASED",
+    "QUARANTINED",
+    "SEATED",
+    "STATE_NAMES",
+    "TERMINAL",
+    "Ledger",
+    "StagedHybridPublication",
+]
 
 FREE: Final = STATE_CODES["free"]
 LEASED: Final = STATE_CODES["leased"]
@@ -28,17 +42,40 @@ SEATED: Final = STATE_CODES["seated"]
 TERMINAL: Final = STATE_CODES["terminal"]
 QUARANTINED: Final = STATE_CODES["quarantined"]
 STATE_NAMES: Final = tuple(STATE_CODES)
+CAPTURE_NONE: Final = CAPTURE_CODES["none"]
+CAPTURE_RESERVED: Final = CAPTURE_CODES["reserved"]
+CAPTURE_CAPTURED: Final = CAPTURE_CODES["captured"]
+CAPTURE_NAMES: Final = tuple(CAPTURE_CODES)
+
+
+@frozen(eq=False)
+class StagedHybridPublication:
+    """A checkpoint whose snapshot slots are reserved: what it will be published as.
+
+    digest, length: identity of the prefix and its length in tokens. decode_end: made at the end of the sequence.
+    """
+
+    digest: Digest
+    length: int
+    reservation: SnapshotReservation
+    decode_end: bool
 
 
 class Ledger:
-    """Columns of ``slots`` entries. A row holds the tokens of ``row_pages`` pages and one lookahead: ``width`` ids."""
+    """Columns of ``slots`` entries. A row holds the tokens of ``row_pages`` pages and one lookahead: ``width`` ids.
+
+    paged: sequences hold pages; a pure recurrent model has none, and only the row's capacity limits a sequence.
+    """
 
     __slots__ = (
         "bypass",
+        "capture",
         "chains",
         "committed",
         "common",
+        "draft_page_count",
         "flat_tokens",
+        "frozen",
         "key_extras",
         "last_epoch",
         "leases",
@@ -46,19 +83,23 @@ class Ledger:
         "owners",
         "page_count",
         "page_size",
+        "paged",
         "prefill_only",
         "published_blocks",
+        "published_exact",
         "refs",
         "replay_tail",
         "reuse",
+        "staged",
         "state",
         "token_count",
         "tokens",
         "width",
     )
 
-    def __init__(self, slots: int, row_pages: int, page_size: int) -> None:
+    def __init__(self, slots: int, row_pages: int, page_size: int, *, paged: bool = True) -> None:
         self.page_size = page_size
+        self.paged = paged
         self.width = width = row_pages * page_size + 1
         self.tokens: npt.NDArray[np.int32] = np.zeros((slots, width), np.int32)
         self.flat_tokens: npt.NDArray[np.int32] = self.tokens.reshape(-1)
@@ -67,6 +108,10 @@ class Ledger:
         self.common: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
         self.reuse: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
         self.page_count: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.draft_page_count: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.published_exact: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.frozen: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.capture: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
         self.published_blocks: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
         self.replay_tail: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
         self.last_epoch: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
@@ -79,6 +124,7 @@ class Ledger:
         self.chains: list[HashChain | None] = [None] * slots
         self.key_extras: list[BlockKeyExtras | None] = [None] * slots
         self.media: list[tuple[Digest | None, ...]] = [()] * slots
+        self.staged: list[StagedHybridPublication | None] = [None] * slots
 
     def open(
         self,
@@ -104,8 +150,9 @@ class Ledger:
         self.tokens[slot, : token_ids.size] = token_ids
         self.token_count[slot] = token_ids.size
         self.committed[slot] = self.common[slot] = self.reuse[slot] = reuse
-        self.page_count[slot] = lease.page_count
-        self.published_blocks[slot] = 0
+        self.page_count[slot], self.draft_page_count[slot] = lease.page_count, lease.draft_page_count
+        self.published_blocks[slot] = self.published_exact[slot] = self.frozen[slot] = 0
+        self.staged[slot], self.capture[slot] = None, CAPTURE_NONE
         self.replay_tail[slot] = replay_tail
         self.state[slot] = state
         self.bypass[slot] = lookup_policy is LookupPolicy.BYPASS
@@ -119,6 +166,15 @@ class Ledger:
         self.state[slot] = FREE
         self.token_count[slot] = self.committed[slot] = self.common[slot] = self.reuse[slot] = 0
         self.page_count[slot] = self.published_blocks[slot] = self.replay_tail[slot] = 0
+        self.draft_page_count[slot] = self.published_exact[slot] = self.frozen[slot] = 0
+        self.staged[slot], self.capture[slot] = None, CAPTURE_NONE
+
+    def positions_held(self, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """int32[n]: how many positions each sequence may write with the pages it has."""
+        if self.paged:
+            held: npt.NDArray[np.int32] = self.page_count[order] * np.int32(self.page_size)
+            return held
+        return np.full(order.size, self.width - 1, np.int32)
 
     def ref(self, slot: int) -> ResidentRef:
         """Holder of a row that is in use."""
@@ -155,4 +211,10 @@ class Ledger:
                 CommitPolicy.PREFILL_STATE_ONLY if self.prefill_only[slot] else CommitPolicy.INCLUDING_GENERATED_TOKENS
             ),
             base_pages=tuple(self.lease(slot).base_pages.tolist()),
+            draft_pages=tuple(self.lease(slot).draft_pages.tolist()),
+            published_exact_length=int(self.published_exact[slot]),
+            frozen_spec_prefill_length=int(self.frozen[slot]),
+            capture_state=CAPTURE_NAMES[int(self.capture[slot])],
+            recurrent_slot=self.lease(slot).recurrent_slot,
+            partial_slot=self.lease(slot).partial_slot,
         )

@@ -14,6 +14,7 @@ from context_cache.coordinator.manager import (
     PublicationStatus,
     ResourceType,
     ReusePlan,
+    SpecReplayMode,
 )
 
 __all__ = ["CoordinatorMetrics", "Counters"]
@@ -26,6 +27,8 @@ class CoordinatorMetrics:
     hit_sequences counts hits whose rewind left nothing to reuse; reusing_sequences does not.
     reclaimed_* count resources that returned to a free list at the moment of eviction; a page that a lease still
     pinned then is never counted, also not later.
+    spec_pair_publications counts attempts of speculative endpoints that were not skipped, also when the endpoint
+    existed already, and also on deployments without draft pages.
     drains: drains by the event that needed them, failed ones included.
     planning_nanoseconds: hashing, lookup and planning; acquiring_nanoseconds: eviction and allocation.
     """
@@ -45,6 +48,11 @@ class CoordinatorMetrics:
     committed_publications: int
     existing_publications: int
     published_endpoints: int
+    hybrid_restores: int
+    hybrid_snapshot_pressure_skips: int
+    hybrid_capture_synchronizations: int
+    spec_full_page_replays: int
+    spec_pair_publications: int
     retracted_sequences: int
     refused_admissions: int
     refused_growth: int
@@ -90,6 +98,11 @@ class Counters:
     publication_attempts: int = 0
     committed_publications: int = 0
     existing_publications: int = 0
+    hybrid_restores: int = 0
+    hybrid_snapshot_pressure_skips: int = 0
+    hybrid_capture_synchronizations: int = 0
+    spec_full_page_replays: int = 0
+    spec_pair_publications: int = 0
     retracted_sequences: int = 0
     refused_admissions: int = 0
     refused_growth: int = 0
@@ -111,6 +124,7 @@ class Counters:
         self.standard_plans += plan.kind is PlanKind.STANDARD
         self.no_reusable_prefix_plans += plan.kind is PlanKind.NO_REUSABLE_PREFIX
         self.full_input_rewind_plans += plan.kind is PlanKind.FULL_INPUT_REWIND
+        self.spec_full_page_replays += plan.spec_replay_mode is SpecReplayMode.FULL_PAGE
 
     def published(self, status: PublicationStatus) -> None:
         """One publication attempt that the manager answered."""

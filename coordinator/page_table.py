@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from context_cache.backends.base import Backend, DeviceArray, Stream
 from context_cache.backends.staging import StagingRing
-from context_cache.coordinator.arguments import Int32Array, as_index, as_int32
+from context_cache.coordinator.arguments import Int32Array, as_index, as_int32, as_tuple
 from context_cache.coordinator.config import PAGES_MAX
 from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.types import ResidentRef
@@ -99,7 +99,11 @@ class KVPageTable:
 
     def set_rows(self, updates: Iterable[tuple[int, Pages]]) -> None:
         """Several rows, all or none; a slot at most once; empty ids clear the row; bound rows are refused."""
-        checked = [self._checked(slot, ids) for slot, ids in updates]
+        checked: list[tuple[int, Int32Array]] = []
+        for update in as_tuple(updates, "page table: updates"):
+            if not isinstance(update, tuple | list) or len(update) != 2:
+                raise ContractViolation(f"page table: an update is a pair (slot, ids), got {update!r}")
+            checked.append(self._checked(update[0], update[1]))
         self._refuse_bound(slot for slot, _ in checked)
         self._write(checked)
 

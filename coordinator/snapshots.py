@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from context_cache.backends.base import Backend, DeviceArray, Int32Array, Stream
 from context_cache.backends.staging import StagingRing
+from context_cache.coordinator.arguments import as_int32
 from context_cache.coordinator.config import HIDDEN_DTYPE, validate_deployment
 from context_cache.coordinator.deployment import DeploymentConfig, LayerGeometry, LayerKind, storage_dtype
 from context_cache.coordinator.device_state import ContextCachePhysicalResources, HybridCacheManager
@@ -245,6 +246,10 @@ class HybridSnapshotStorage:
         self._backend.copy_row(rows, int(row), slab, int(slot), stream)
         return True
 
+    def check_hidden(self, tensor: DeviceArray, row: int, logical_slot: int = 0) -> None:
+        """Raise ContractViolation unless a hidden row could be copied from or to this place."""
+        self._hidden_rows("hidden row", "tensor", tensor, row, logical_slot)
+
     def drained(self) -> None:
         """Everything enqueued has ended: every staging buffer is free."""
         self._staging.drained()
@@ -341,16 +346,11 @@ def _owned_pools(cache: HybridCacheManager, layers: tuple[LayerGeometry, ...]) -
 
 def _indices(what: str, name: str, values: Indices, lowest: int, highest: int) -> Int32Array:
     """int32[n], each from ``lowest`` to ``highest``."""
-    try:
-        array = np.asarray(values)
-    except ValueError:  # a ragged nesting
-        array = np.empty((0, 0))
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ContractViolation(f"{what}: give a flat sequence of integers for {name}, got {values!r}")
+    array = as_int32(values, f"{what}: {name}")
     if array.size and not (lowest <= int(array.min()) and int(array.max()) <= highest):
         bad = next(value for value in array.tolist() if not lowest <= value <= highest)
         raise ContractViolation(f"{what}: {name} {bad} is outside {lowest}..{highest}", value=bad)
-    return array.astype(np.int32)
+    return array
 
 
 def _batch(what: str, *columns: Int32Array) -> list[Int32Array]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import numpy as np
 from attrs import field, frozen
 
-from context_cache.coordinator.arguments import Int32Array, as_index, as_int32, expect
+from context_cache.coordinator.arguments import Int32Array, as_index, as_int32, as_tuple, expect
 from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.identity import BlockKeyExtras, Digest, HashMemo
 from context_cache.coordinator.manager import LookupPolicy, ResourceDemand
@@ -127,7 +127,7 @@ def _token_ids(values: Any) -> Int32Array:
 
 
 def _media_tuple(values: Iterable[Digest | None]) -> tuple[Digest | None, ...]:
-    return tuple(values)
+    return as_tuple(values, "per_position_media_hash")
 
 
 @frozen(eq=False)
@@ -165,7 +165,7 @@ class ContextCacheSequenceAdmission:
 
 
 def _sequences(values: Iterable[ContextCacheSequenceAdmission]) -> tuple[ContextCacheSequenceAdmission, ...]:
-    listed = tuple(values)
+    listed: tuple[ContextCacheSequenceAdmission, ...] = as_tuple(values, "sequences")
     for index, sequence in enumerate(listed):
         expect(sequence, ContextCacheSequenceAdmission, f"sequences[{index}]")
     return listed
@@ -191,7 +191,7 @@ class ContextCacheBatchAdmission:
 
 
 def _ids(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
+    return as_tuple(values, "accepted_token_ids")
 
 
 @frozen
@@ -272,7 +272,10 @@ class PrepareDecodeResult:
 
 @frozen(eq=False)
 class SequenceState:
-    """What the ledger knows of one sequence, copied."""
+    """What the ledger knows of one sequence, copied. Lengths are tokens.
+
+    recurrent_slot, partial_slot: snapshot slots of the hit, while the lease pins them.
+    """
 
     resident: ResidentRef
     state: str
@@ -284,6 +287,12 @@ class SequenceState:
     lookup_policy: LookupPolicy
     commit_policy: CommitPolicy
     base_pages: tuple[int, ...]
+    draft_pages: tuple[int, ...] = ()
+    published_exact_length: int = 0
+    frozen_spec_prefill_length: int = 0
+    capture_state: str = "none"
+    recurrent_slot: int | None = None
+    partial_slot: int | None = None
 
     @property
     def token_count(self) -> int:

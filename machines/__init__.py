@@ -9,7 +9,7 @@
 from context_cache.machines.coordinator import COORDINATOR, EXECUTION, VIEW
 from context_cache.machines.request import REQUEST
 from context_cache.machines.runner import Call, Ending, EventRefused, LifecycleError, Runner, Subject
-from context_cache.machines.sequence import SEQUENCE, STATE_CODES, ask_table
+from context_cache.machines.sequence import CAPTURE, CAPTURE_CODES, SEQUENCE, STATE_CODES, ask_table
 from context_cache.machines.spec import (
     Couple,
     DeviceAction,
@@ -25,10 +25,12 @@ from context_cache.machines.spec import (
 )
 from context_cache.machines.step import Difference, Firing, ListRecorder, Recorder, RecorderSwitch, Step, compare_steps
 
-ALL_MACHINES = (REQUEST, SEQUENCE, COORDINATOR, EXECUTION, VIEW)
+ALL_MACHINES = (REQUEST, SEQUENCE, CAPTURE, COORDINATOR, EXECUTION, VIEW)
 
 __all__ = [
     "ALL_MACHINES",
+    "CAPTURE",
+    "CAPTURE_CODES",
     "COORDINATOR",
     "EXECUTION",
     "REQUEST",

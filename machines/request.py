@@ -6,6 +6,10 @@ Rule 3: pages go back only after proof that the device is done: after the drain 
         outstanding work.
 Rule 4: one step of a request is one event, whatever the number of its sequences.
 
+A state's name ends in ``frozen`` while an endpoint waits for the first verification round: the prompt of a speculative
+request is complete, but only that round proves the draft's part of it. The frozen states are those of the same name
+without it, plus the duty to publish first when the request ends before any verification.
+
 Couplings: the execution token is taken by the first step of a row and given back on entering a state that does not
 hold it; a failed drain poisons the coordinator; a row that writes device lengths takes the length view.
 
@@ -16,274 +20,80 @@ page table's affair: an upload without dirty rows is no action.
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final
 
-from context_cache.backends.base import DeviceArray, DrainResult, Int32Array, LifecycleDevice
-from context_cache.machines.spec import (
-    Couple,
-    DeviceAction,
-    Drain,
-    Guard,
-    HostStep,
-    MachineSpec,
-    Not,
-    State,
-    Transition,
-    each,
+from context_cache.machines.request_steps import (
+    APPLY_ADVANCES,
+    BIND_JOINER,
+    BIND_ROWS,
+    CAPTURE,
+    CAPTURE_MTP,
+    CLAIM_VIEW,
+    COMPACT,
+    COPY_MAPPING,
+    DRAIN,
+    DRAIN_FAILED,
+    ENTRY_FINALIZED,
+    FORGET_VIEW,
+    FREEZE,
+    GIVE_BACK,
+    GROW,
+    INSTALL_LENGTHS,
+    JOINER_WAY_OUT,
+    PUBLISH,
+    PUBLISH_FROZEN,
+    RELEASE,
+    RELEASE_HIT_PINS,
+    RESET_BASE_LENGTHS,
+    RESET_DRAFT_LENGTHS,
+    RESTORE,
+    RESTORE_HIDDEN,
+    RETIRE_RESERVATIONS,
+    START_LENGTHS,
+    TAKE_LEASES,
+    TAKE_TOKEN,
+    UNDO_TAKE,
+    UPLOAD_BASE_ROWS,
+    UPLOAD_DRAFT_ROWS,
+    WAY_OUT,
+    WITHHOLD,
+    captures_planned,
+    frozen_policy,
+    growth_possible,
+    joiner_waits,
+    only_sequence,
+    plain_checkpoint,
+    survivors_remain,
+    view_current,
 )
+from context_cache.machines.spec import MachineSpec, Not, State, Transition, each
 
-__all__ = [
-    "REQUEST",
-    "AdmissionCall",
-    "CompactionCall",
-    "DecodeCall",
-    "EndCall",
-    "JoinerCall",
-    "PrefillCall",
-    "PublishingCall",
-]
-
-
-class _DeviceCall(Protocol):
-    """What every call object offers: the device it may ask, and what its request leaves behind when a drain fails."""
-
-    @property
-    def device(self) -> LifecycleDevice: ...
-    def drain(self) -> DrainResult: ...
-    def withhold(self) -> None: ...
-
-
-class PublishingCall(_DeviceCall, Protocol):
-    """A completion: advances to apply, endpoints to publish."""
-
-    joiner_waits: bool
-
-    def apply_advances(self) -> None: ...
-    def publish(self) -> None: ...
-
-
-class AdmissionCall(Protocol):
-    """begin_request: the leases are acquired, the ledger rows planned."""
-
-    def take_leases(self) -> None: ...
-
-
-class _LengthsCall(_DeviceCall, Protocol):
-    """A call that may write the device length vector; ``lengths`` is int32[n], in logical order."""
-
-    @property
-    def lengths(self) -> Int32Array: ...
-
-
-class PrefillCall(_LengthsCall, Protocol):
-    plain_checkpoint: bool
-
-    def bind_rows(self) -> None: ...
-
-
-class JoinerCall(_LengthsCall, Protocol):
-    """admit_sequence and retract_sequence_admission: one sequence, one row."""
-
-    view_current: bool
-    joiner_waits: bool
-
-    def bind_joiner(self) -> None: ...
-    def unbind_joiner(self) -> None: ...
-    def release_joiner(self) -> None: ...
-
-
-class DecodeCall(_LengthsCall, Protocol):
-    growth_possible: bool
-    view_current: bool
-    only_sequence: bool
-
-    def grow(self) -> None: ...
-
-
-class CompactionCall(_LengthsCall, Protocol):
-    mapping: Int32Array
-    mapping_tensor: DeviceArray
-    new_size: int
-    retired_residents: tuple[int, ...]
-    view_current: bool
-    survivors_remain: bool
-    joiner_waits: bool
-
-    def unbind_retired(self) -> None: ...
-    def retire(self) -> None: ...
-
-
-class EndCall(_DeviceCall, Protocol):
-    def unbind_rows(self) -> None: ...
-    def release(self) -> None: ...
-
-
-def _view_current(call: DecodeCall | JoinerCall | CompactionCall) -> bool:
-    return call.view_current
-
-
-def _joiner_waits(call: JoinerCall | PublishingCall | CompactionCall) -> bool:
-    return call.joiner_waits
-
-
-def _growth_possible(call: DecodeCall) -> bool:
-    return call.growth_possible
-
-
-def _only_sequence(call: DecodeCall) -> bool:
-    return call.only_sequence
-
-
-def _survivors_remain(call: CompactionCall) -> bool:
-    return call.survivors_remain
-
-
-def _plain_checkpoint(call: PrefillCall) -> bool:
-    return call.plain_checkpoint
-
-
-view_current: Final = Guard("view_current", _view_current)
-joiner_waits: Final = Guard("joiner_waits", _joiner_waits)
-growth_possible: Final = Guard("growth_possible", _growth_possible)
-only_sequence: Final = Guard("only_sequence", _only_sequence)
-survivors_remain: Final = Guard("survivors_remain", _survivors_remain)
-plain_checkpoint: Final = Guard("plain_checkpoint", _plain_checkpoint)
-
-
-def _take_leases(call: AdmissionCall) -> None:
-    call.take_leases()
-
-
-def _bind_rows(call: PrefillCall) -> None:
-    call.bind_rows()
-
-
-def _bind_joiner(call: JoinerCall) -> None:
-    call.bind_joiner()
-
-
-def _unbind_joiner(call: JoinerCall) -> None:
-    call.unbind_joiner()
-
-
-def _release_joiner(call: JoinerCall) -> None:
-    call.release_joiner()
-
-
-def _grow(call: DecodeCall) -> None:
-    call.grow()
-
-
-def _apply_advances(call: PublishingCall) -> None:
-    call.apply_advances()
-
-
-def _publish(call: PublishingCall) -> None:
-    call.publish()
-
-
-def _unbind_retired(call: CompactionCall) -> None:
-    call.unbind_retired()
-
-
-def _retire(call: CompactionCall) -> None:
-    call.retire()
-
-
-def _unbind_rows(call: EndCall) -> None:
-    call.unbind_rows()
-
-
-def _release(call: EndCall) -> None:
-    call.release()
-
-
-def _withhold(call: _DeviceCall) -> None:
-    call.withhold()
-
-
-def _upload_base_rows(call: _DeviceCall) -> bool:
-    return call.device.upload_base_rows()
-
-
-def _reset_base_lengths(call: _LengthsCall) -> bool:
-    return call.device.reset_base_lengths(call.lengths)
-
-
-def _install_base_lengths(call: _LengthsCall) -> bool:
-    return call.device.install_base_lengths(call.lengths)
-
-
-def _compact_base_lengths(call: CompactionCall) -> bool:
-    return call.device.compact_base_lengths(call.mapping_tensor, call.mapping.size, call.new_size)
-
-
-def _copy_mapping(call: CompactionCall) -> bool:
-    return call.device.copy_mapping(call.mapping, call.mapping_tensor)
-
-
-def _clear_resident_state(call: CompactionCall) -> bool:
-    return call.device.clear_resident_state(call.retired_residents)
-
-
-def _drain(call: _DeviceCall) -> DrainResult:
-    return call.drain()
-
-
-TAKE_LEASES: Final = HostStep("take_leases", _take_leases)
-BIND_ROWS: Final = HostStep("bind_rows", _bind_rows)
-BIND_JOINER: Final = HostStep("bind_joiner", _bind_joiner)
-UNBIND_JOINER: Final = HostStep("unbind_joiner", _unbind_joiner)
-RELEASE_JOINER: Final = HostStep("release_joiner", _release_joiner)
-GROW: Final = HostStep("grow", _grow)
-APPLY_ADVANCES: Final = HostStep("apply_advances", _apply_advances)
-PUBLISH: Final = HostStep("publish", _publish, publishes=True)
-UNBIND_RETIRED: Final = HostStep("unbind_retired", _unbind_retired)
-RETIRE: Final = HostStep("retire", _retire)
-UNBIND_ROWS: Final = HostStep("unbind_rows", _unbind_rows)
-RELEASE: Final = HostStep("release", _release)
-WITHHOLD: Final = HostStep("withhold", _withhold)
-
-UPLOAD_BASE_ROWS: Final = DeviceAction("upload_base_rows", _upload_base_rows)
-UPLOAD_CLEARED_ROWS: Final = DeviceAction("upload_cleared_rows", _upload_base_rows, clears=True)
-RESET_BASE_LENGTHS: Final = DeviceAction("reset_base_lengths", _reset_base_lengths)
-INSTALL_BASE_LENGTHS: Final = DeviceAction("install_base_lengths", _install_base_lengths)
-COMPACT_BASE_LENGTHS: Final = DeviceAction("compact_base_lengths", _compact_base_lengths)
-COPY_MAPPING: Final = DeviceAction("copy_mapping", _copy_mapping)
-CLEAR_RESIDENT_STATE: Final = DeviceAction("clear_resident_state", _clear_resident_state)
-DRAIN: Final = Drain("drain", _drain)
-
-TAKE_TOKEN: Final = Couple("execution", "take")
-GIVE_BACK: Final = Couple("execution", "give_back")
-UNDO_TAKE: Final = Couple("execution", "undo_take")
-START_LENGTHS: Final = Couple("view", "start_lengths")
-CLAIM_VIEW: Final = Couple("view", "claim")
-FORGET_VIEW: Final = Couple("view", "forget")
-ENTRY_FINALIZED: Final = Couple("view", "entry_finalized")
-DRAIN_FAILED: Final = Couple("coordinator", "drain_failed")
-
-INSTALL_LENGTHS: Final = (START_LENGTHS, INSTALL_BASE_LENGTHS, CLAIM_VIEW)
-WAY_OUT: Final = (UNBIND_ROWS, UPLOAD_CLEARED_ROWS, RELEASE)
-JOINER_WAY_OUT: Final = (DRAIN, UNBIND_JOINER, UPLOAD_CLEARED_ROWS, RELEASE_JOINER)
-COMPACT: Final = (
-    UNBIND_RETIRED, UPLOAD_BASE_ROWS, START_LENGTHS, COMPACT_BASE_LENGTHS, CLEAR_RESIDENT_STATE, DRAIN, RETIRE,
-)  # fmt: skip
+__all__ = ["REQUEST"]
 
 _ENDED: Final = (GIVE_BACK, FORGET_VIEW)
 _WITHHELD: Final = (DRAIN_FAILED, GIVE_BACK, FORGET_VIEW, WITHHOLD)
+_GROW: Final = (GROW, UPLOAD_BASE_ROWS, UPLOAD_DRAFT_ROWS)
 
 _STATES: Final = (
     State("new", "not admitted yet", phase="new"),
     State("admitted", "leases held, rows not bound", phase="admitted", holds="pages"),
     State("prefilling", "prefill prepared, running, or done but not finalised", phase="executing",
           holds="pages, rows, token", outstanding=True),
+    State("prefill_frozen", "draft initialisation enqueued, endpoint frozen", phase="executing",
+          holds="pages, rows, token", outstanding=True),
     State("settled", "nothing outstanding, every sequence seated", phase="executing", holds="pages, rows",
           on_enter=(GIVE_BACK,)),
+    State("settled_frozen", "drained, but publishing the frozen endpoint raised; retryable", phase="executing",
+          holds="pages, rows", on_enter=_ENDED),
     State("seating", "a joiner is bound and not finalised", phase="executing", holds="pages, rows, perhaps token",
           outstanding=True),
     State("decoding", "decode step prepared, not completed", phase="executing", holds="pages, rows, token",
           outstanding=True),
+    State("decoding_frozen", "first verification prepared, not completed", phase="executing",
+          holds="pages, rows, token", outstanding=True),
     State("decode_retry", "pages grown, row or length upload incomplete", phase="executing",
+          holds="pages, rows, token", outstanding=True),
+    State("decode_retry_frozen", "the same before the first verification", phase="executing",
           holds="pages, rows, token", outstanding=True),
     State("compacting", "mapping uploaded, lengths not compacted", phase="executing", holds="pages, rows, token",
           outstanding=True),
@@ -291,7 +101,13 @@ _STATES: Final = (
           holds="pages, rows", outstanding=True, on_enter=_ENDED),
     State("finishing", "the only sequence could not grow, or nobody is left", phase="finishing",
           holds="pages, rows", on_enter=_ENDED),
+    State("finishing_frozen", "the only sequence could not grow, endpoint frozen", phase="finishing",
+          holds="pages, rows", on_enter=_ENDED),
+    State("finishing_prefill_frozen", "growth refused before the first verification", phase="finishing",
+          holds="pages, rows", outstanding=True, on_enter=_ENDED),
     State("finishing_retry", "growth refused while an upload is incomplete", phase="finishing",
+          holds="pages, rows", outstanding=True, on_enter=_ENDED),
+    State("finishing_retry_frozen", "the same before the first verification", phase="finishing",
           holds="pages, rows", outstanding=True, on_enter=_ENDED),
     State("quarantined", "a drain failed: everything is withheld until a shutdown drains", phase="quarantined",
           holds="pages, rows (withheld)", outstanding=True, on_enter=_WITHHELD),
@@ -300,14 +116,33 @@ _STATES: Final = (
     State("released", "every page and row returned", phase="released", final=True, on_enter=_ENDED),
 )  # fmt: skip
 
+_VIEWS: Final = ((view_current, ()), (Not(view_current), INSTALL_LENGTHS))
+
 _ROWS: Final = (
     Transition(event="begin_request", source="new", target="admitted", steps=(TAKE_LEASES,)),
+
+    # Prefill.
     Transition(event="prepare_prefill", source="admitted", target="prefilling", on_failure="broken",
-               steps=(TAKE_TOKEN, BIND_ROWS, UPLOAD_BASE_ROWS, START_LENGTHS, RESET_BASE_LENGTHS, CLAIM_VIEW)),
+               steps=(TAKE_TOKEN, BIND_ROWS, UPLOAD_BASE_ROWS, UPLOAD_DRAFT_ROWS, *RESTORE,
+                      START_LENGTHS, RESET_BASE_LENGTHS, RESET_DRAFT_LENGTHS, CLAIM_VIEW)),
+    Transition(event="enqueue_prefill_captures", source="prefilling", target="prefilling",
+               guards=(plain_checkpoint,), on_failure="broken", steps=CAPTURE),
     Transition(event="enqueue_prefill_captures", source="prefilling", target="prefilling",
                guards=(Not(plain_checkpoint),)),
-    Transition(event="finalize_prefill", source="prefilling", target="settled", on_publish_failure="settled",
-               work_ended="by_runtime_sync", steps=(APPLY_ADVANCES, PUBLISH)),
+    Transition(event="publish_mtp_endpoint", source="prefilling", target="prefilling", guards=(captures_planned,),
+               on_failure="broken", on_drain_failure="quarantined", on_publish_failure="prefilling",
+               publish_failure_steps=(RETIRE_RESERVATIONS,),
+               steps=(*CAPTURE_MTP, DRAIN, PUBLISH, RETIRE_RESERVATIONS)),
+    Transition(event="publish_mtp_endpoint", source="prefilling", target="prefilling",
+               guards=(Not(captures_planned),)),
+    Transition(event="restore_mtp_boundary", source="prefilling", target="prefilling", on_failure="prefilling",
+               steps=(RESTORE_HIDDEN,)),
+    Transition(event="finalize_prefill", source="prefilling", target="settled", guards=(Not(frozen_policy),),
+               on_publish_failure="settled", publish_failure_steps=(RETIRE_RESERVATIONS,),
+               work_ended="by_runtime_sync",
+               steps=(APPLY_ADVANCES, RELEASE_HIT_PINS, PUBLISH, RETIRE_RESERVATIONS)),
+    Transition(event="finalize_prefill", source="prefilling", target="prefill_frozen", guards=(frozen_policy,),
+               work_ended="by_runtime_sync", steps=(APPLY_ADVANCES, FREEZE)),
 
     # A joiner: admitted at a settled point, seated by its own prefill, finalised or retracted.
     *(
@@ -315,7 +150,7 @@ _ROWS: Final = (
                    on_drain_failure="quarantined", failure_steps=(*JOINER_WAY_OUT, UNDO_TAKE),
                    steps=(TAKE_TOKEN, *install, BIND_JOINER, UPLOAD_BASE_ROWS))
         for source in ("settled", "seating")
-        for guard, install in ((view_current, ()), (Not(view_current), INSTALL_LENGTHS))
+        for guard, install in _VIEWS
     ),
     *(
         Transition(event="finalize_sequence_admission", source="seating", target=target, guards=(guard,),
@@ -329,32 +164,64 @@ _ROWS: Final = (
         for guard, target in ((Not(joiner_waits), "settled"), (joiner_waits, "seating"))
     ),
 
-    # The decode step.
+    # The decode step: prepared ...
     *(
-        Transition(event="prepare_decode_step", source=source, target="decoding", guards=(growth_possible, guard),
-                   on_failure="decode_retry", hot=True, steps=(TAKE_TOKEN, *install, GROW, UPLOAD_BASE_ROWS))
-        for source in ("settled", "seating", "decode_retry")
-        for guard, install in ((view_current, ()), (Not(view_current), INSTALL_LENGTHS))
+        Transition(event="prepare_decode_step", source=source, target=target, guards=(growth_possible, guard),
+                   on_failure=retry, hot=True, steps=(TAKE_TOKEN, *install, *_GROW))
+        for source, target, retry in (
+            ("settled", "decoding", "decode_retry"),
+            ("seating", "decoding", "decode_retry"),
+            ("decode_retry", "decoding", "decode_retry"),
+            ("decode_retry_frozen", "decoding_frozen", "decode_retry_frozen"),
+        )
+        for guard, install in _VIEWS
     ),
-    *each(("settled", "seating", "decode_retry"), event="prepare_decode_step", hot=True,
-          guards=(Not(growth_possible), Not(only_sequence))),
-    Transition(event="prepare_decode_step", source="settled", target="finishing", hot=True,
-               guards=(Not(growth_possible), only_sequence)),
-    Transition(event="prepare_decode_step", source="decode_retry", target="finishing_retry", hot=True,
-               guards=(Not(growth_possible), only_sequence)),
-    Transition(event="complete_decode_step", source="decoding", target="settled", guards=(Not(joiner_waits),),
+    # A request whose prefill is frozen is always the view; one that is settled and frozen never is.
+    Transition(event="prepare_decode_step", source="prefill_frozen", target="decoding_frozen",
+               guards=(growth_possible,), on_failure="decode_retry_frozen", hot=True, steps=(TAKE_TOKEN, *_GROW)),
+    Transition(event="prepare_decode_step", source="settled_frozen", target="decoding_frozen",
+               guards=(growth_possible,), on_failure="decode_retry_frozen", hot=True,
+               steps=(TAKE_TOKEN, *INSTALL_LENGTHS, *_GROW)),
+    *each(("settled", "seating", "decode_retry", "prefill_frozen", "settled_frozen", "decode_retry_frozen"),
+          event="prepare_decode_step", hot=True, guards=(Not(growth_possible), Not(only_sequence))),
+    *(
+        Transition(event="prepare_decode_step", source=source, target=target, hot=True,
+                   guards=(Not(growth_possible), only_sequence))
+        for source, target in (
+            ("settled", "finishing"),
+            ("settled_frozen", "finishing_frozen"),
+            ("prefill_frozen", "finishing_prefill_frozen"),
+            ("decode_retry", "finishing_retry"),
+            ("decode_retry_frozen", "finishing_retry_frozen"),
+        )
+    ),
+    # ... and completed.
+    Transition(event="complete_decode_step", source="decoding", target="settled",
+               guards=(Not(captures_planned), Not(joiner_waits)), on_publish_failure="settled",
+               work_ended="by_runtime_sync", hot=True, steps=(APPLY_ADVANCES, PUBLISH)),
+    Transition(event="complete_decode_step", source="decoding", target="seating",
+               guards=(Not(captures_planned), joiner_waits), on_publish_failure="seating",
+               work_ended="by_runtime_sync", hot=True, steps=(APPLY_ADVANCES, GIVE_BACK, PUBLISH)),
+    Transition(event="complete_decode_step", source="decoding", target="settled", guards=(captures_planned,),
+               on_failure="broken", on_drain_failure="quarantined", on_publish_failure="settled",
+               publish_failure_steps=(RETIRE_RESERVATIONS,), hot=True,
+               steps=(APPLY_ADVANCES, *CAPTURE, DRAIN, PUBLISH, RETIRE_RESERVATIONS)),
+    Transition(event="complete_decode_step", source="decoding_frozen", target="settled",
                on_publish_failure="settled", work_ended="by_runtime_sync", hot=True, steps=(APPLY_ADVANCES, PUBLISH)),
-    Transition(event="complete_decode_step", source="decoding", target="seating", guards=(joiner_waits,),
-               on_publish_failure="seating", work_ended="by_runtime_sync", hot=True,
-               steps=(APPLY_ADVANCES, GIVE_BACK, PUBLISH)),
 
     # Compaction.
     *(
         Transition(event="begin_batch_compaction", source=source, target="compacting", guards=(guard,),
                    on_failure="broken", steps=(TAKE_TOKEN, *install, COPY_MAPPING))
         for source in ("settled", "seating")
-        for guard, install in ((view_current, ()), (Not(view_current), INSTALL_LENGTHS))
+        for guard, install in _VIEWS
     ),
+    Transition(event="begin_batch_compaction", source="prefill_frozen", target="compacting", on_failure="broken",
+               on_drain_failure="quarantined", on_publish_failure="settled_frozen",
+               steps=(TAKE_TOKEN, DRAIN, PUBLISH_FROZEN, COPY_MAPPING)),
+    Transition(event="begin_batch_compaction", source="settled_frozen", target="compacting", on_failure="broken",
+               on_publish_failure="settled_frozen",
+               steps=(TAKE_TOKEN, PUBLISH_FROZEN, *INSTALL_LENGTHS, COPY_MAPPING)),
     Transition(event="compact_batch", source="compacting", target="settled",
                guards=(survivors_remain, Not(joiner_waits)), on_failure="broken", on_drain_failure="quarantined",
                steps=(*COMPACT, CLAIM_VIEW)),
@@ -364,13 +231,33 @@ _ROWS: Final = (
     Transition(event="compact_batch", source="compacting", target="finishing",
                guards=(Not(survivors_remain),), on_failure="broken", on_drain_failure="quarantined", steps=COMPACT),
 
-    # End of life: one way out.
+    # End of life: one way out. Finishing publishes a frozen endpoint first; dropping never publishes.
     *(row for event in ("finish", "drop") for row in (
         Transition(event=event, source="admitted", target="released", steps=(RELEASE,)),
         *each(("settled", "finishing"), event=event, target="released", steps=WAY_OUT),
         *each(("prefilling", "seating", "decoding", "decode_retry", "compacting", "broken", "finishing_retry"),
               event=event, target="released", on_drain_failure="quarantined", steps=(DRAIN, *WAY_OUT)),
     )),
+    *(
+        Transition(event="finish", source=source, target="released", on_publish_failure=source,
+                   steps=(PUBLISH_FROZEN, *WAY_OUT))
+        for source in ("settled_frozen", "finishing_frozen")
+    ),
+    *each(("settled_frozen", "finishing_frozen"), event="drop", target="released", steps=WAY_OUT),
+    *(
+        Transition(event="finish", source=source, target="released", on_drain_failure="quarantined",
+                   on_publish_failure=rest, steps=(DRAIN, PUBLISH_FROZEN, *WAY_OUT))
+        for source, rest in (
+            ("prefill_frozen", "settled_frozen"),
+            ("decoding_frozen", "settled_frozen"),
+            ("decode_retry_frozen", "settled_frozen"),
+            ("finishing_prefill_frozen", "finishing_frozen"),
+            ("finishing_retry_frozen", "finishing_frozen"),
+        )
+    ),
+    *each(("prefill_frozen", "decoding_frozen", "decode_retry_frozen", "finishing_prefill_frozen",
+           "finishing_retry_frozen"),
+          event="drop", target="released", on_drain_failure="quarantined", steps=(DRAIN, *WAY_OUT)),
     *each(("quarantined", "poisoned"), event="shutdown", target="released", on_drain_failure="poisoned",
           steps=(DRAIN, *WAY_OUT)),
 )  # fmt: skip

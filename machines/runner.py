@@ -108,9 +108,9 @@ class _DrainFailed(Exception):
 class _PublishFailed(Exception):
     """Internal: unwinds a row after publishing raised."""
 
-    def __init__(self, step: str, error: BaseException) -> None:
+    def __init__(self, step: str, error: BaseException, drained: bool) -> None:
         super().__init__(step, error)
-        self.step, self.error = step, error
+        self.step, self.error, self.drained = step, error, drained
 
 
 class _Fire:
@@ -267,13 +267,14 @@ class Runner:
             raise self._reentered(subject, row)
         subject._in_row = True
         try:
-            for code, run, state in row.plan:
+            ran: list[str] = []
+            for code, run, name in row.plan:
                 if code:  # Row.COMMIT, the only other code in a light row
-                    self._commit(subject, state, choice)
-                else:
-                    run(call)
+                    self._commit(subject, name, choice)
+                elif run(call) is not False:
+                    ran.append(name)
             if self._switch.recorder is not None:
-                self._note(subject, row, call, choice, mask, row.names, DONE, None, row.transition.work_ended)
+                self._note(subject, row, call, choice, mask, ran, DONE, None, row.transition.work_ended)
         except BaseException:
             self._note(subject, row, call, choice, mask, (), "raised", None, None)
             raise
@@ -317,7 +318,7 @@ class Runner:
                 raised, failed = failure.error, failure.step
                 self._walk(row.publish_failure_plan, subject, call, choice, ran)
                 self._enter(subject, row, item.on_publish_failure, call, choice, ran)
-                outcome, ended = "publish_failed", item.work_ended
+                outcome, ended = "publish_failed", "drained" if failure.drained else item.work_ended
             except BaseException as error:
                 # A bug or an interrupt. It is passed on as it is; but device work may be half enqueued, so a row that
                 # has a failure state takes it, and no later call can believe that the row had ended well.
@@ -326,6 +327,10 @@ class Runner:
                     _, drained = self._after_error(subject, row, call, choice, ran)
                     ended = "drained" if drained else None
             self._note(subject, row, call, choice, mask, ran, outcome, failed, ended)
+        except BaseException:
+            # Interrupted while the failure was dealt with; the trace says where that left the subject.
+            self._note(subject, row, call, choice, mask, ran, "raised", None, None)
+            raise
         finally:
             subject._in_row = False
         # Outside the except blocks, so that the error keeps its own cause and context.
@@ -340,8 +345,8 @@ class Runner:
         drained = False
         for code, run, name in plan:
             if code == 0:  # Row.HOST
-                run(call)
-                ran.append(name)
+                if run(call) is not False:
+                    ran.append(name)
             elif code == 1:  # Row.ACTION
                 try:
                     acted = run(call)
@@ -368,7 +373,7 @@ class Runner:
                 try:
                     run(call)
                 except BaseException as error:
-                    raise _PublishFailed(name, error) from None
+                    raise _PublishFailed(name, error, drained) from None
                 ran.append(name)
             else:  # Row.CLEARING
                 try:

@@ -14,7 +14,16 @@ from typing import Final
 
 from context_cache.machines.spec import Guard, MachineSpec, Not, State, Transition, each
 
-__all__ = ["BRINGS_TOKENS", "NAMED", "REFUSED", "SEQUENCE", "STATE_CODES", "ask_table"]
+__all__ = [
+    "BRINGS_TOKENS",
+    "CAPTURE",
+    "CAPTURE_CODES",
+    "NAMED",
+    "REFUSED",
+    "SEQUENCE",
+    "STATE_CODES",
+    "ask_table",
+]
 
 BRINGS_TOKENS: Final = 1
 """Ask bit: the advance of the slot is not HOLD."""
@@ -97,3 +106,36 @@ def ask_table(event: str) -> tuple[tuple[int, ...], ...]:
             row.append(REFUSED if picked is None else STATE_CODES[picked.transition.target])
         rows.append(tuple(row))
     return tuple(rows)
+
+
+def _granted(call: int) -> bool:
+    return bool(call)
+
+
+granted: Final = Guard("reservation_granted", _granted)
+
+CAPTURE: Final = MachineSpec(
+    name="capture",
+    follows="request",
+    initial="none",
+    states=(
+        State("none", "no snapshot slot reserved"),
+        State("reserved", "slots reserved, a copy raised a device error", holds="snapshot slots"),
+        State("captured", "slots reserved, every copy enqueued, not published", holds="snapshot slots"),
+    ),
+    transitions=(
+        Transition(event="enqueue_prefill_captures", source="none", target="captured", guards=(granted,),
+                   on_failure="reserved"),
+        Transition(event="enqueue_prefill_captures", source="none", target="none", guards=(Not(granted),)),
+        Transition(event="finalize_prefill", source="captured", target="none", on_publish_failure="none"),
+        *(Transition(event=event, source="none", target="none", guards=(granted,), on_failure="reserved",
+                     on_drain_failure="captured", on_publish_failure="none")
+          for event in ("complete_decode_step", "publish_mtp_endpoint")),
+        *(Transition(event=event, source=source, target="none", on_drain_failure=source)
+          for event in ("finish", "drop", "shutdown") for source in ("reserved", "captured")),
+    ),
+)  # fmt: skip
+"""Snapshot slots of one sequence of a checkpoint deployment, from their reservation to their retirement."""
+
+CAPTURE_CODES: Final = {state.name: code for code, state in enumerate(CAPTURE.states)}
+"""Name -> value in the ledger's uint8 column; ``none`` is 0."""

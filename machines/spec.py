@@ -85,11 +85,11 @@ class Not:
 class HostStep:
     """Work on the host. It was planned before, so it cannot fail; a ``publishes`` step may, and the row says where to.
 
-    ``run`` gets the call object.
+    ``run`` gets the call object. A step that had nothing to do returns False and is not recorded.
     """
 
     name: str
-    run: Callable[[Any], None] = field(repr=False)
+    run: Callable[[Any], bool | None] = field(repr=False)
     publishes: bool = False
     waits: ClassVar[bool] = False
 
@@ -193,7 +193,7 @@ class Row:
 
     plan:  (code, callable or couple, name) of everything that happens when the row ends well: its steps, the commit of
            its target, and what entering the target brings. A target with outstanding work is committed first.
-    light: only host steps that cannot fail; names: their names.
+    light: only host steps that cannot fail.
     """
 
     HOST: Final = 0
@@ -226,7 +226,6 @@ class Row:
         commit: _Plan = ((Row.COMMIT, None, transition.target),)
         self.plan = (*commit, *steps, *entry) if target.outstanding else (*steps, *commit, *entry)
         self.light = not target.outstanding and not entry and all(code == Row.HOST for code, _, _ in steps)
-        self.names = tuple(step.name for step in transition.steps)
 
 
 def _plan(steps: Iterable[Step]) -> _Plan:
@@ -393,8 +392,11 @@ class MachineSpec:
         if row.publish_failure_steps and row.on_publish_failure is None:
             raise SpecError(f"{self.name}: {row} has publish_failure_steps but no on_publish_failure; name the state")
         for host_step in row.publish_failure_steps:
-            if host_step.publishes:
-                raise SpecError(f"{self.name}: {row} publishes after publishing failed; use steps that cannot fail")
+            if not isinstance(host_step, HostStep) or host_step.publishes:
+                raise SpecError(
+                    f"{self.name}: {row} does {host_step.name!r} after publishing failed, which could fail again; use "
+                    "host steps that cannot"
+                )
         if row.failure_steps and row.on_failure is None:
             raise SpecError(f"{self.name}: {row} has failure_steps but no on_failure; name the state or drop the steps")
 

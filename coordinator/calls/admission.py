@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from attrs import frozen
 
+from context_cache.backends.base import SnapshotCopies
 from context_cache.coordinator.arguments import Int32Array
 from context_cache.coordinator.calls.base import RequestCall
 from context_cache.coordinator.core import Core, Request
@@ -19,6 +20,7 @@ from context_cache.coordinator.manager import (
     ReusePlan,
     require_coverage,
 )
+from context_cache.coordinator.policies import PublicationPolicy
 from context_cache.coordinator.types import (
     ContextCacheBatchAdmission,
     ContextCacheSequenceAdmission,
@@ -66,13 +68,17 @@ class Acquired:
         return self.sequence.resident
 
 
-def check_headroom(core: Core, headroom: DecodingKvHeadroom) -> None:
-    """Base headroom above 0, no draft headroom without paged draft state. Raises ContractViolation."""
+def check_headroom(headroom: DecodingKvHeadroom, paired: bool) -> None:
+    """Base headroom above 0; draft headroom exactly with paged draft state. Raises ContractViolation."""
     if headroom.base_extra_tokens <= 0:
         raise ContractViolation(
             f"base headroom must be at least 1 position, got {headroom.base_extra_tokens}; a decode step writes one"
         )
-    if headroom.draft_extra_tokens != 0:
+    if paired and headroom.draft_extra_tokens <= 0:
+        raise ContractViolation(
+            f"draft headroom must be at least 1 position with paged draft state, got {headroom.draft_extra_tokens}"
+        )
+    if not paired and headroom.draft_extra_tokens != 0:
         raise ContractViolation(
             f"draft headroom {headroom.draft_extra_tokens} without paged draft state; pass 0",
             draft_extra_tokens=headroom.draft_extra_tokens,
@@ -105,7 +111,9 @@ def check_resident(core: Core, ref: ResidentRef, taken: set[int]) -> None:
 
 
 def effective_policy(batch: ContextCacheBatchAdmission, sequence: ContextCacheSequenceAdmission) -> LookupPolicy:
-    """BYPASS if the batch says so, else the sequence's override, else the batch's policy."""
+    """BYPASS if the batch says so or a speculative batch carries media; else the override, else the batch's policy."""
+    if batch.speculative_request and any(item.has_media for item in batch.sequences):
+        return LookupPolicy.BYPASS
     if batch.lookup_policy is LookupPolicy.BYPASS or sequence.lookup_policy is None:
         return batch.lookup_policy
     return sequence.lookup_policy
@@ -117,22 +125,28 @@ def check_input(core: Core, sequence: ContextCacheSequenceAdmission, headroom: D
     if tokens == 0:
         raise ContractViolation("a sequence without tokens cannot be admitted; give at least one token")
     check_media(sequence.per_position_media_hash, tokens)
-    pages = pages_needed(core, sequence, headroom)
+    extra = max(headroom.base_extra_tokens, headroom.draft_extra_tokens)
+    pages = pages_needed(core, sequence, extra)
     if pages > core.row_pages:
         raise ContractViolation(
-            f"{tokens} tokens + {headroom.base_extra_tokens} of headroom need {pages} pages, a row has room for "
+            f"{tokens} tokens + {extra} of headroom need {pages} pages, a row has room for "
             f"{core.row_pages}; shorten the input or deploy a larger kv_capacity_tokens",
             tokens=int(tokens), pages=pages, row_pages=core.row_pages,
         )  # fmt: skip
 
 
-def pages_needed(core: Core, sequence: ContextCacheSequenceAdmission, headroom: DecodingKvHeadroom) -> int:
-    """Pages for the whole input and the first step's headroom."""
-    return int(-(-(sequence.token_ids.size + headroom.base_extra_tokens) // core.page_size))
+def pages_needed(core: Core, sequence: ContextCacheSequenceAdmission, extra: int) -> int:
+    """Pages for the whole input and ``extra`` positions of headroom."""
+    return -(-(sequence.token_ids.size + extra) // core.page_size)
 
 
 def acquire_sequence(
-    core: Core, sequence: ContextCacheSequenceAdmission, policy: LookupPolicy, headroom: DecodingKvHeadroom
+    core: Core,
+    sequence: ContextCacheSequenceAdmission,
+    policy: LookupPolicy,
+    headroom: DecodingKvHeadroom,
+    publication: PublicationPolicy,
+    paired: bool,
 ) -> AcquireSequenceResult:
     """Find the reusable prefix of a checked input and lease the pages for input + headroom.
 
@@ -141,20 +155,21 @@ def acquire_sequence(
     has and a cold plan has not.
     """
     tokens = sequence.token_ids
-    pages = pages_needed(core, sequence, headroom)
+    pages = pages_needed(core, sequence, headroom.base_extra_tokens) if core.profile.has_attention else 0
+    draft_pages = pages_needed(core, sequence, headroom.draft_extra_tokens) if paired else 0
     started = core.nanoseconds()
     # Forked before anything is leased: from here to the ledger nothing can fail.
     chain = sequence.memo.chain(
         core.hasher, core.page_size, tokens, sequence.key_extras, sequence.per_position_media_hash
     ).fork()
     manager = core.manager
-    plan = require_coverage(manager.plan(chain.digests, tokens.size, policy), pages)
+    plan = require_coverage(publication.plan(core, sequence, chain, policy), pages, draft_pages)
     planned = core.nanoseconds()
     outcome = manager.acquire(plan)
     forced_cold = False
     derived = plan.reuse_token_length > 0 or plan.kind is PlanKind.FULL_INPUT_REWIND
     if outcome.lease is None and policy is LookupPolicy.USE_CACHE and derived:
-        cold = require_coverage(manager.plan(chain.digests, tokens.size, LookupPolicy.BYPASS), pages)
+        cold = require_coverage(publication.plan(core, sequence, chain, LookupPolicy.BYPASS), pages, draft_pages)
         outcome = manager.acquire(cold)
         forced_cold = outcome.lease is not None
     core.counters.planning_nanoseconds += planned - started
@@ -225,21 +240,33 @@ class BeginCall(_Opening):
 
 
 class PrepareCall(RequestCall):
-    """prepare_prefill and enqueue_prefill_captures."""
+    """prepare_prefill. ``restores``: what the sequences start from, on a checkpoint deployment."""
 
-    __slots__ = ()
+    __slots__ = ("restores",)
 
-    plain_checkpoint = False
     joiner_waits = False
+
+    def __init__(self, core: Core, request: Request, restores: SnapshotCopies) -> None:
+        super().__init__(core, request, "prepare_prefill")
+        self.restores = restores
 
     @property
     def lengths(self) -> Int32Array:
         return self.core.lengths_of(self.request)
 
+    @property
+    def draft_lengths(self) -> Int32Array:
+        return self.core.common_lengths_of(self.request)
+
     def bind_rows(self) -> None:
         core, ledger = self.core, self.core.ledger
         slots = self.request.order.tolist()
-        core.table.bind((ledger.ref(slot), ledger.lease(slot).base_pages) for slot in slots)
+        leases = [ledger.lease(slot) for slot in slots]
+        core.rows.bind(
+            [ledger.ref(slot) for slot in slots],
+            [lease.base_pages for lease in leases],
+            [lease.draft_pages for lease in leases] if self.paired else None,
+        )
         ledger.state[self.request.order] = BOUND
 
 
@@ -268,17 +295,20 @@ class JoinCall(_Opening):
     def lengths(self) -> Int32Array:
         return self.core.lengths_of(self.request)
 
+    @property
+    def draft_lengths(self) -> Int32Array:
+        return self.core.common_lengths_of(self.request)
+
     def bind_joiner(self) -> None:
         core, request = self.core, self.request
         self.open_rows(BOUND)
         request.order_by(core.joined_order(request, self._joiner.slot), core.ledger)
         request.recount(core.ledger)
-        core.table.bind([(self._joiner, self.acquired[0].lease.base_pages)])
+        core.rows.bind([self._joiner], [self.acquired[0].lease.base_pages], None)
 
-    def unbind_joiner(self) -> None:
+    def unbind_joiner(self) -> bool:
         # After a failed length install the joiner has no row yet.
-        if self.core.table.bound_epoch(self._joiner.slot) == self._joiner.epoch:
-            self.core.table.unbind([self._joiner])
+        return self.core.rows.unbind([self._joiner])
 
     def release_joiner(self) -> None:
         core, request, slot = self.core, self.request, self._joiner.slot
@@ -288,14 +318,16 @@ class JoinCall(_Opening):
             request.order_by(request.order[:-1], core.ledger)
             request.recount(core.ledger)
         else:
-            self.acquired[0].lease.release()
-        if self.owns_view and core.cache.active_batch_size > request.order.size:
-            core.cache.set_active_batch_size(request.order.size)
+            # Interrupted before the joiner took its place in the order; its ledger row may be open already.
+            give_up(core, None, self.acquired)
+        if self.owns_view:
+            core.set_active_batch(request)
 
     def withhold(self) -> None:
         # The joiner's lease is withheld with the others even when its row was never opened.
         core, request = self.core, self.request
         if self.acquired and not (request.order.size and int(request.order[-1]) == self._joiner.slot):
-            self.open_rows(BOUND)
+            if core.ledger.owners[self._joiner.slot] is None:
+                self.open_rows(BOUND)
             request.order_by(core.joined_order(request, self._joiner.slot), core.ledger)
         super().withhold()

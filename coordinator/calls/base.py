@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeAlias
 
 from context_cache.backends.base import DeviceError, DrainResult
 from context_cache.coordinator.core import Core, Request
-from context_cache.coordinator.device_state import DeviceFace
+from context_cache.coordinator.device import DeviceFace
+from context_cache.coordinator.errors import InvariantViolation
 from context_cache.coordinator.ledger import QUARANTINED
 
-__all__ = ["RequestCall"]
+__all__ = ["Offer", "RequestCall", "publish_each"]
 
 _log = logging.getLogger("context_cache.coordinator")
+
+
+Offer: TypeAlias = Callable[[Core, Request, int], None]
+"""How one resident slot is offered for publication."""
 
 
 class RequestCall:
@@ -37,6 +43,11 @@ class RequestCall:
     @property
     def device(self) -> DeviceFace:
         return self.core.device
+
+    @property
+    def paired(self) -> bool:
+        """Whether the request has draft pages and draft rows."""
+        return self.request.paired
 
     @property
     def joiner_waits(self) -> bool:
@@ -91,3 +102,24 @@ class RequestCall:
         self.core.withhold(self.request)
         for slot in self.core.owned_slots(self.request):
             self.core.ledger.state[slot] = QUARANTINED
+
+
+def publish_each(call: RequestCall, offers: Sequence[tuple[int, Offer]]) -> None:
+    """Make offers, (logical slot, how), one by one; one that raises is skipped, the others are still made, then one
+    error is raised.
+
+    A broken invariant is raised before anything else, because it must reach the guard that poisons.
+    """
+    errors: list[Exception] = []
+    for slot, publish in offers:
+        try:
+            publish(call.core, call.request, int(call.request.order[slot]))
+        except Exception as error:
+            errors.append(error)
+    if not errors:
+        return
+    chosen = next((error for error in errors if isinstance(error, InvariantViolation)), errors[0])
+    for other in errors:
+        if other is not chosen:
+            _log.error("request %s: publishing a slot failed too", call.request.id, exc_info=other)
+    raise chosen

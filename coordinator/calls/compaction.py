@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from context_cache.backends.base import DeviceArray
 from context_cache.coordinator.arguments import Int32Array, as_index, as_int32
-from context_cache.coordinator.calls.base import RequestCall
+from context_cache.coordinator.calls.terminal import TerminalCall
 from context_cache.coordinator.core import Core, PendingMapping, Request
 from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.ledger import BOUND
@@ -51,7 +51,7 @@ def check_tensor(tensor: Any, old_size: int) -> DeviceArray:
     return tensor.reshape(-1)[:old_size]
 
 
-class CompactionCall(RequestCall):
+class CompactionCall(TerminalCall):
     """begin_batch_compaction and compact_batch."""
 
     __slots__ = ("mapping", "mapping_tensor", "new_size")
@@ -78,12 +78,16 @@ class CompactionCall(RequestCall):
         return self.core.lengths_of(self.request)
 
     @property
+    def draft_lengths(self) -> Int32Array:
+        return self.core.common_lengths_of(self.request)
+
+    @property
     def retired_residents(self) -> tuple[int, ...]:
         """Resident slots that leave, in logical order."""
         return tuple(self.request.order[self.mapping == -1].tolist())
 
     def unbind_retired(self) -> None:
-        self.core.table.unbind([self.core.ledger.ref(slot) for slot in self.retired_residents])
+        self.core.rows.unbind([self.core.ledger.ref(slot) for slot in self.retired_residents])
 
     def retire(self) -> None:
         core, request = self.core, self.request

@@ -16,6 +16,7 @@ from context_cache.coordinator.types import DecodingKvHeadroom, GrowthRefusal
 __all__ = ["DecodeCall", "plan_growth"]
 
 _BASE = ResourceType.BASE_KV_PAGE
+_DRAFT = ResourceType.DRAFT_KV_PAGE
 _INT32_MAX = 2**31 - 1
 
 
@@ -23,13 +24,16 @@ _INT32_MAX = 2**31 - 1
 class Growth:
     """Pages to add.
 
-    slots: int64[m], logical slots that grow. counts: int64[m], pages for each, above 0. left: int32[n], positions left
-    to every sequence before it grows.
+    slots: int64[m], logical slots that grow. base, draft: int64[m], pages for each in the two pools (draft is None for
+    an unpaired request); at least one of the two is above 0. left, draft_left: int32[n], positions left to every
+    sequence before it grows.
     """
 
     slots: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int64]
+    base: npt.NDArray[np.int64]
+    draft: npt.NDArray[np.int64] | None
     left: Int32Array
+    draft_left: Int32Array | None
 
 
 class DecodeCall(RequestCall):
@@ -38,6 +42,7 @@ class DecodeCall(RequestCall):
     __slots__ = ("growth", "growth_possible", "only_sequence", "refusal")
 
     def __init__(self, core: Core, request: Request, growth: Growth | None, refusal: GrowthRefusal | None) -> None:
+        # Written out instead of asking the base, because this is on the way of every decode step.
         self.core = core
         self.request = request
         self.event = "prepare_decode_step"
@@ -52,28 +57,45 @@ class DecodeCall(RequestCall):
     def lengths(self) -> Int32Array:
         return self.core.lengths_of(self.request)
 
-    def grow(self) -> None:
+    @property
+    def draft_lengths(self) -> Int32Array:
+        return self.core.common_lengths_of(self.request)
+
+    def grow(self) -> bool:
         growth = self.growth
         if growth is None:
-            return
+            return False
         core, ledger, request = self.core, self.core.ledger, self.request
         residents = request.order[growth.slots]
         rows = residents.tolist()
         leases = [ledger.lease(slot) for slot in rows]
-        before = [lease.page_count for lease in leases]
-        if core.manager.grow_all(leases, growth.counts):
+        before = [(lease.page_count, lease.draft_page_count) for lease in leases]
+        if core.manager.grow_all(leases, growth.base, growth.draft):
             raise InvariantViolation("growth was planned as possible and refused; the pools changed in between")
-        core.table.extend(
-            [ledger.ref(slot) for slot in rows],
-            before,
-            [lease.base_pages[start:] for lease, start in zip(leases, before, strict=True)],
+        refs = [ledger.ref(slot) for slot in rows]
+        core.rows.extend_base(
+            refs,
+            [base for base, _ in before],
+            [lease.base_pages[base:] for lease, (base, _) in zip(leases, before, strict=True)],
         )
-        ledger.page_count[residents] += growth.counts
-        added = growth.counts * core.page_size
+        ledger.page_count[residents] += growth.base
+        added = growth.base * core.page_size
         request.room[growth.slots] += added
-        left = growth.left
-        left[growth.slots] += added
-        request.positions_left = int(left.min())
+        growth.left[growth.slots] += added
+        request.positions_left = int(growth.left.min())
+        if growth.draft is None or growth.draft_left is None:
+            return True
+        core.rows.extend_draft(
+            refs,
+            [draft for _, draft in before],
+            [lease.draft_pages[draft:] for lease, (_, draft) in zip(leases, before, strict=True)],
+        )
+        ledger.draft_page_count[residents] += growth.draft
+        added = growth.draft * core.page_size
+        request.draft_room[growth.slots] += added
+        growth.draft_left[growth.slots] += added
+        request.draft_left = int(growth.draft_left.min())
+        return True
 
 
 def plan_growth(
@@ -84,43 +106,70 @@ def plan_growth(
     Unfinalised joiners and terminal sequences hold in the step and ask for nothing.
     Raises ContractViolation when a length would pass int32.
     """
-    extra = headroom.base_extra_tokens
-    if extra <= request.positions_left:
+    extra, draft_extra = headroom.base_extra_tokens, headroom.draft_extra_tokens
+    if extra <= request.positions_left and (not request.paired or draft_extra <= request.draft_left):
         return None, None
-    ledger, order, page_size = core.ledger, request.order, core.page_size
+    ledger, order = core.ledger, request.order
     committed = ledger.committed[order]
-    if extra > _INT32_MAX - ledger.width and extra > _INT32_MAX - int(committed.max(initial=0)):
-        raise ContractViolation(f"headroom {extra} takes a sequence past int32 positions; ask for less", headroom=extra)
+    most = max(extra, draft_extra)
+    if most > _INT32_MAX - ledger.width and most > _INT32_MAX - int(committed.max(initial=0)):
+        raise ContractViolation(f"headroom {most} takes a sequence past int32 positions; ask for less", headroom=most)
     left = request.room - committed
-    slots = (left < extra).nonzero()[0]
+    draft_left = request.draft_room - committed if request.paired else None
+    asks = left < extra
+    if draft_left is not None:
+        asks |= draft_left < draft_extra
+    slots = asks.nonzero()[0]
     if slots.size == 0:
         request.positions_left = int(left.min())
+        if draft_left is not None:
+            request.draft_left = int(draft_left.min())
         return None, None
     # From here on only the sequences that grow are looked at.
-    short = extra - left[slots].astype(np.int64)
-    counts = (short + (page_size - 1)) // page_size
-    held = request.room[slots] // page_size
+    base, longest = _pages(core, request.room[slots], left[slots], extra)
+    draft: npt.NDArray[np.int64] | None = None
+    if draft_left is not None:
+        draft, longest_draft = _pages(core, request.draft_room[slots], draft_left[slots], draft_extra)
+        longest = np.maximum(longest, longest_draft)
     pools = core.manager.pools
     room = pools.free_count(_BASE) + pools.reclaimable_count(_BASE)
-    total = int(counts.sum())
-    if total <= room and int((held + counts).max()) <= core.row_pages:
-        return Growth(slots, counts, left), None
-    return None, _refusal(slots.tolist(), counts.tolist(), held.tolist(), core.row_pages, room)
+    draft_room = pools.free_count(_DRAFT) + pools.reclaimable_count(_DRAFT)
+    fits = int(base.sum()) <= room and (draft is None or int(draft.sum()) <= draft_room)
+    if fits and int(longest.max()) <= core.row_pages:
+        return Growth(slots, base, draft, left, draft_left), None
+    drafts = [0] * slots.size if draft is None else draft.tolist()
+    too_long = (longest > core.row_pages).tolist()
+    return None, _refusal(slots.tolist(), base.tolist(), drafts, too_long, room, draft_room)
 
 
-def _refusal(slots: list[int], counts: list[int], held: list[int], row_pages: int, room: int) -> GrowthRefusal:
+def _pages(
+    core: Core, held: Int32Array, left: Int32Array, extra: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Pages to add so that ``extra`` positions are left, and the pages that the sequence has then; int64[m] both."""
+    short = np.maximum(extra - left.astype(np.int64), 0)
+    counts = (short + (core.page_size - 1)) // core.page_size
+    return counts, held // core.page_size + counts
+
+
+def _refusal(
+    slots: list[int], base: list[int], draft: list[int], too_long: list[bool], room: int, draft_room: int
+) -> GrowthRefusal:
     """Name the slots that do not fit, taken in logical order; a slot that does not fit takes nothing."""
     failed: list[int] = []
-    too_long: list[int] = []
-    wanted, left = 0, room
-    for slot, count, pages in zip(slots, counts, held, strict=True):
-        if pages + count > row_pages:
+    long_ones: list[int] = []
+    wanted = wanted_draft = 0
+    left, draft_left = room, draft_room
+    for slot, pages, draft_pages, long in zip(slots, base, draft, too_long, strict=True):
+        if long:
             failed.append(slot)
-            too_long.append(slot)
+            long_ones.append(slot)
             continue
-        wanted += count
-        if count > left:
+        wanted += pages
+        wanted_draft += draft_pages
+        if pages > left or draft_pages > draft_left:
             failed.append(slot)
         else:
-            left -= count
-    return GrowthRefusal(tuple(failed), tuple(too_long), ResourceDemand(base_kv_pages=max(0, wanted - room)))
+            left -= pages
+            draft_left -= draft_pages
+    missing = ResourceDemand(max(0, wanted - room), max(0, wanted_draft - draft_room))
+    return GrowthRefusal(tuple(failed), tuple(long_ones), missing)

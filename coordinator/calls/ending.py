@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from context_cache.coordinator.calls.base import RequestCall
+from context_cache.coordinator.calls.terminal import TerminalCall
 from context_cache.coordinator.core import ENDED_STATES, Core, Request
 from context_cache.coordinator.errors import InvariantViolation
 
@@ -13,7 +13,7 @@ __all__ = ["EndingCall", "drop", "reap_orphans"]
 _log = logging.getLogger("context_cache.coordinator")
 
 
-class EndingCall(RequestCall):
+class EndingCall(TerminalCall):
     """Clears the rows that are bound and returns the leases. Neither can fail; an interrupt in between loses nothing,
     because the same event goes on with what is left."""
 
@@ -21,10 +21,9 @@ class EndingCall(RequestCall):
 
     joiner_waits = False
 
-    def unbind_rows(self) -> None:
+    def unbind_rows(self) -> bool:
         core = self.core
-        refs = [core.ledger.ref(slot) for slot in core.owned_slots(self.request)]
-        core.table.unbind(ref for ref in refs if core.table.bound_epoch(ref.slot) == ref.epoch)
+        return core.rows.unbind([core.ledger.ref(slot) for slot in core.owned_slots(self.request)])
 
     def release(self) -> None:
         core, request = self.core, self.request

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-
 from context_cache.coordinator.advances import StepPlan
-from context_cache.coordinator.calls.base import RequestCall
+from context_cache.coordinator.calls.base import Offer, publish_each
+from context_cache.coordinator.calls.captures import NO_CAPTURES, CaptureMixin, Captures
 from context_cache.coordinator.core import Core, Request
-from context_cache.coordinator.errors import InvariantViolation
 
 __all__ = ["CompletionCall"]
 
-_log = logging.getLogger("context_cache.coordinator")
 
-
-class CompletionCall(RequestCall):
+class CompletionCall(CaptureMixin):
     """finalize_prefill_publication, finalize_sequence_admission and complete_decode_step.
 
-    plan:        the new ledger values.
-    publishing:  logical slots whose endpoint is offered for publication.
-    decode_end:  the offer is made at the end of a sequence, where PREFILL_STATE_ONLY publishes nothing.
-    waits:       whether an unfinalised joiner remains afterwards.
+    plan:     the new ledger values.
+    prefill:  logical slots whose prompt endpoint is offered for publication; ended: those that ended normally.
+    waits:    whether an unfinalised joiner remains afterwards.
     """
 
-    __slots__ = ("decode_end", "plan", "publishing", "touched", "waits")
+    __slots__ = ("ended", "plan", "prefill", "touched", "waits")
 
     def __init__(
         self,
@@ -31,16 +26,23 @@ class CompletionCall(RequestCall):
         request: Request,
         event: str,
         plan: StepPlan,
-        publishing: tuple[int, ...],
         *,
-        decode_end: bool,
+        prefill: tuple[int, ...] = (),
+        ended: tuple[int, ...] = (),
         waits: bool,
         touched: tuple[int, ...] | None = None,
+        captures: Captures = NO_CAPTURES,
     ) -> None:
-        super().__init__(core, request, event)
+        # Written out instead of asking the bases, because this is on the way of every decode step.
+        self.core = core
+        self.request = request
+        self.event = event
+        self.took_token = False
+        self.clearing_error = None
+        self._captures = captures
         self.plan = plan
-        self.publishing = publishing
-        self.decode_end = decode_end
+        self.prefill = prefill
+        self.ended = ended
         self.waits = waits
         self.touched = touched
 
@@ -52,49 +54,43 @@ class CompletionCall(RequestCall):
     def joiner_waits(self) -> bool:
         return self.waits
 
+    @property
+    def frozen_policy(self) -> bool:
+        return self.request.policy.frozen
+
     def apply_advances(self) -> None:
         ledger, plan, request = self.core.ledger, self.plan, self.request
         residents = plan.residents
         ledger.flat_tokens[plan.positions] = plan.tokens
         ledger.committed[residents] = plan.committed
-        ledger.common[residents] = plan.committed
+        ledger.common[residents] = plan.committed if plan.common is None else plan.common
         ledger.token_count[residents] = plan.token_count
         if plan.states is None:
             request.positions_left -= plan.most
+            request.draft_left -= plan.most
         else:
             changed, codes = plan.states
             ledger.state[changed] = codes
             request.recount(ledger)
 
-    def publish(self) -> None:
-        """Offer every slot; one that raises is skipped, the others are still published, the first error is raised."""
-        errors: list[Exception] = []
-        for slot in self.publishing:
-            try:
-                self._publish(int(self.request.order[slot]))
-            except Exception as error:
-                errors.append(error)
-        if not errors:
-            return
-        # A broken invariant must reach the guard that poisons, whatever else went wrong.
-        chosen = next((error for error in errors if isinstance(error, InvariantViolation)), errors[0])
-        for other in errors:
-            if other is not chosen:
-                _log.error("request %s: publishing a slot failed too", self.request.id, exc_info=other)
-        raise chosen
+    def freeze(self) -> None:
+        """The prompt is complete, but only a verification proves the draft's part of it."""
+        ledger, order = self.core.ledger, self.request.order
+        ledger.frozen[order] = ledger.committed[order]
 
-    def _publish(self, resident: int) -> None:
-        core, ledger = self.core, self.core.ledger
-        if ledger.bypass[resident] or (self.decode_end and ledger.prefill_only[resident]):
+    def release_hit_pins(self) -> bool:
+        """The restored snapshots have been read: the prefill behind them has ended."""
+        policy = self.request.policy
+        if not (policy.captures or policy.mtp):
+            return False
+        for resident in self.request.order.tolist():
+            self.core.manager.release_restored_snapshots(self.core.ledger.lease(resident))
+        return True
+
+    def publish(self) -> None:
+        if not (self.prefill or self.ended):
             return
-        committed = int(ledger.committed[resident])
-        blocks = committed // core.page_size
-        if blocks <= int(ledger.published_blocks[resident]):
-            return
-        chain = ledger.chain(resident)
-        # The lookahead is listed but not committed, so it is not part of any hash.
-        chain.extend_to(ledger.tokens[resident, :committed], ledger.media[resident])
-        hashes = chain.digests if len(chain.digests) == blocks else chain.digests[:blocks]
-        result = core.manager.publish(ledger.lease(resident), hashes, committed)
-        core.counters.published(result.status)
-        ledger.published_blocks[resident] = result.block_count
+        policy = self.request.policy
+        prompt: Offer = policy.publish_prefill
+        end: Offer = policy.publish_decode
+        publish_each(self, [*((slot, prompt) for slot in self.prefill), *((slot, end) for slot in self.ended)])

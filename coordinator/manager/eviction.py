@@ -18,17 +18,17 @@ from operator import attrgetter, methodcaller
 
 import numpy as np
 from attrs import field, frozen
-from numpy.typing import NDArray
 
 from ..errors import ContractViolation, InvariantViolation
 from .index import BaseBlockIndex
-from .pools import Pool, ResourcePools
+from .pool import Indices, Pool
+from .pools import ResourcePools
 from .records import CacheRecord, CacheRecordStore, unpack_indices
 from .resources import ResourceDemand, ResourceType
+from .spec_index import SpecStateIndex
 
 __all__ = ["NO_EVICTION", "EvictionPlan", "commit_eviction", "plan_eviction"]
 
-_Indices = NDArray[np.intp]
 _BASE = ResourceType.BASE_KV_PAGE
 _ITEM = 4  # bytes of one packed index
 _BATCH = 64  # records
@@ -43,7 +43,7 @@ class EvictionPlan:
 
     feasible: bool
     records: tuple[CacheRecord, ...] = ()
-    base_pages: _Indices | None = field(default=None, eq=False, repr=False)
+    base_pages: Indices | None = field(default=None, eq=False, repr=False)
 
     @property
     def victims(self) -> tuple[int, ...]:
@@ -95,8 +95,8 @@ class _OpenPool:
         self.missing = missing  # resources still to be reclaimed; 0 once served
         self.packed = _packer(pool.type)
         self.victims = 0  # length of the prefix that serves this pool; 0 while unknown
-        self.seen: list[_Indices] = []
-        self.simulated: list[_Indices] = []
+        self.seen: list[Indices] = []
+        self.simulated: list[Indices] = []
 
     def release(self, chunk: Sequence[CacheRecord], walked: int) -> None:
         """Release the chunk on paper; ``walked`` records came before it."""
@@ -189,15 +189,21 @@ def commit_eviction(
     pools: ResourcePools,
     index: BaseBlockIndex,
     store: CacheRecordStore,
-    base_pages: _Indices | None = None,
+    base_pages: Indices | None = None,
+    drafts: SpecStateIndex | None = None,
 ) -> tuple[int, int, int, int]:
     """Evict stored records in this order and return how many resources of each pool went back to a free list.
 
-    An index entry goes with the last cache reference of its page, even while a lease uses the page. ``base_pages``
+    An entry of the block index goes with the last cache reference of its page, even while a lease uses the page; the
+    entries of a draft path go with their record. ``base_pages``
     comes from a plan for exactly these victims, which has checked it. InvariantViolation when a record lists a resource
-    without a cache reference, before the first change; after this check no step can fail.
+    without a cache reference or is missing in ``drafts``, before the first change; after this check no step can fail.
     """
-    listed: list[tuple[Pool, _Indices]] = []
+    paired: Sequence[CacheRecord] = ()
+    if drafts is not None and pools.each[ResourceType.DRAFT_KV_PAGE].capacity:
+        paired = [record for record in victims if record.packed_spec]
+        drafts.check_listed(paired)
+    listed: list[tuple[Pool, Indices]] = []
     for pool in pools.each:
         if pool.type == _BASE and base_pages is not None:
             listed.append((pool, base_pages))
@@ -212,5 +218,8 @@ def commit_eviction(
         freed[pool.type] = pool.free - before
         if pool.type == _BASE and uncached.size:
             index.erase_pages(uncached)
+    if drafts is not None:
+        for record in paired:
+            drafts.withdraw(record)
     store.erase_many(victims)
     return freed[0], freed[1], freed[2], freed[3]

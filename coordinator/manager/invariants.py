@@ -6,53 +6,40 @@ wrong alone. Linear in everything that exists: for tests and post-mortems.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from ..errors import InvariantViolation
+from .books import Books
 from .index import BaseBlockIndex
-from .lease import PageList
 from .pools import ResourcePools
 from .records import CacheRecordStore, unpack_indices
 from .resources import ResourceType
 
-__all__ = ["check_manager"]
+__all__ = ["check_books"]
 
 
-def check_manager(
-    pools: ResourcePools,
-    index: BaseBlockIndex,
-    records: CacheRecordStore,
-    page_lists: Iterable[PageList],
-    max_records: int,
-) -> None:
-    """InvariantViolation that names the first fact that does not hold.
-
-    ``page_lists`` are those of all leases that were never released.
-    """
-    pools.check()
-    index.check()
-    records.check()
-    if len(records) > max_records:
+def check_books(books: Books) -> None:
+    """InvariantViolation that names the first fact that does not hold."""
+    books.pools.check()
+    books.index.check()
+    books.records.check()
+    books.drafts.check(books.records.iterate_lru())
+    if len(books.records) > books.max_records:
         raise InvariantViolation(
-            f"{len(records)} records are kept under a limit of {max_records}; the metadata is corrupt, stop using this "
-            f"manager",
-            records=len(records), max_records=max_records,
+            f"{len(books.records)} records are kept under a limit of {books.max_records}; the metadata is corrupt, "
+            f"stop using this manager",
+            records=len(books.records), max_records=books.max_records,
         )  # fmt: skip
-    _check_counts(pools, records, page_lists)
-    _check_index(pools, index, records)
+    _check_counts(books)
+    _check_index(books.pools, books.index, books.records)
 
 
-def _check_counts(pools: ResourcePools, records: CacheRecordStore, page_lists: Iterable[PageList]) -> None:
-    pinned = [page for pages in page_lists for page in pages.view().tolist()]
+def _check_counts(books: Books) -> None:
     for type in ResourceType:
-        pool = pools.pool(type)
-        listed = [int(index) for record in records.iterate_lru() for index in unpack_indices(record.packed(type))]
-        for kind, counts, owners in (
-            ("cache", pool.cache, listed),
-            ("active", pool.active, pinned if type == ResourceType.BASE_KV_PAGE else []),
-        ):
+        pool = books.pools.pool(type)
+        pinned = [index for holds in books.held.values() for index in holds.pins(type).tolist()]
+        listed = [int(index) for record in books.records.iterate_lru() for index in unpack_indices(record.packed(type))]
+        for kind, counts, owners in (("cache", pool.cache, listed), ("active", pool.active, pinned)):
             recount = np.bincount(np.asarray(owners, dtype=np.intp), minlength=pool.capacity)
             if recount.tolist() != counts.tolist():
                 wrong = np.flatnonzero(recount != counts).tolist()

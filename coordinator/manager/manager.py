@@ -11,34 +11,36 @@ A vanilla hit protects no record and, by default, refreshes none: a hot prefix a
 costs one integer per base page and no search: the last record to be published or touched over a page is also the last
 of that page's records to be evicted, so one number per page always names a stored one.
 
-Speculative and checkpoint flavours add planning functions, page lists and publication methods beside these.
+The work itself is in the rooms: ``books`` holds the state, ``acquisition``, ``growth``, ``snapshots`` and
+``publishing`` change it, the planning modules read it. This class is what callers see of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ..errors import ContractViolation, InvariantViolation
-from .eviction import NO_EVICTION, EvictionPlan, commit_eviction, plan_eviction
+from ..errors import ContractViolation
+from . import growth, publishing, snapshots
+from .acquisition import bind_and_draw, foreign, refuse_unfit, release
+from .books import Books
+from .checkpoint_planning import plan_checkpoint, plan_mtp
 from .index import BaseBlockIndex
-from .invariants import check_manager
-from .lease import Lease, PageList
+from .invariants import check_books
+from .lease import Lease, SnapshotReservation
 from .planning import LookupPolicy, ReuseMode, ReusePlan, plan_vanilla
-from .pools import Int32Array, ResourcePools
-from .publication import FreshBlocks, Projection, project_blocks
-from .records import CacheRecord, CacheRecordKey, CacheRecordStore, unpack_indices
-from .resources import PageObserver, ResourceDemand, ResourceType
-from .results import AcquireResult, AcquireStatus, ManagerMetrics, PublicationResult, PublicationStatus
+from .pools import ResourcePools
+from .records import CacheRecordStore, RecordFlavour
+from .resources import PageObserver, ResourceDemand
+from .results import AcquireResult, AcquireStatus, ManagerMetrics, PublicationResult
+from .spec_index import SpecStateIndex
+from .spec_planning import plan_spec
 
 __all__ = ["ContextCacheManager"]
 
-_BASE = ResourceType.BASE_KV_PAGE
-_MODES = frozenset({ReuseMode.VANILLA})
+_UNPAIRED = (ReuseMode.VANILLA, ReuseMode.HYBRID)
+_PAIRED = (ReuseMode.SPEC, ReuseMode.HYBRID_MTP)
 
 
 class ContextCacheManager:
@@ -46,7 +48,8 @@ class ContextCacheManager:
 
     ``capacities``: pages and slots per pool. ``page_size``: tokens per page, at least 1. ``max_records``: None means
     base pages + snapshot slots of both kinds, which never binds before those do; 0 keeps no record. ``observer`` hears
-    what enters and leaves the free lists. ContractViolation for sizes below these.
+    what enters and leaves the free lists. ``chain_root`` is what stands before block 0 in the callers' hash chains;
+    checkpoints within the first block are found behind it. ContractViolation for sizes below these.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class ContextCacheManager:
         max_records: int | None = None,
         observer: PageObserver | None = None,
         touch_on_hit: bool = False,
+        chain_root: bytes = b"",
     ) -> None:
         if page_size < 1:
             raise ContractViolation(
@@ -70,317 +74,259 @@ class ContextCacheManager:
                 f"a manager cannot keep {max_records} records; use 0 or more, or None for no limit",
                 max_records=max_records,
             )
-        self._pools = ResourcePools(capacities, observer)
-        self._index = BaseBlockIndex(capacities.base_kv_pages)
-        self._records = CacheRecordStore()
-        self._page_size = page_size
-        self._max_records = max_records
-        self._base = self._pools.pool(_BASE)
-        self._page_lists: dict[int, PageList] = {}  # of the leases that are not released, lost ones included
-        self._next_lease_id = 1
-        # Per base page the record that was last published or touched over it; only kept for touch_on_hit.
-        self._latest_record: NDArray[np.int64] | None = (
-            np.zeros(capacities.base_kv_pages, dtype=np.int64) if touch_on_hit else None
-        )
-        self._evicted_records = 0
-        self._reclaimed = [0, 0, 0, 0]
-        self._planning_ns = 0
-        self._eviction_allocation_ns = 0
+        self.books = Books(capacities, page_size, max_records, observer, touch_on_hit, chain_root)
 
     @property
     def pools(self) -> ResourcePools:
-        """Read only, like ``index`` and ``records``: changing them behind the manager breaks its invariants."""
-        return self._pools
+        """Read only, like ``index``, ``drafts`` and ``records``: changing them behind the manager breaks its
+        invariants."""
+        return self.books.pools
 
     @property
     def index(self) -> BaseBlockIndex:
-        return self._index
+        return self.books.index
+
+    @property
+    def drafts(self) -> SpecStateIndex:
+        return self.books.drafts
 
     @property
     def records(self) -> CacheRecordStore:
-        return self._records
+        return self.books.records
 
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-        return self._page_size
+        return self.books.page_size
 
     @property
     def max_records(self) -> int:
         """The limit in force, never None."""
-        return self._max_records
+        return self.books.max_records
 
     @property
     def metrics(self) -> ManagerMetrics:
-        base, draft, recurrent, partial = self._reclaimed
+        books = self.books
+        base, draft, recurrent, partial = books.reclaimed
         return ManagerMetrics(
-            self._evicted_records, base, draft, recurrent, partial, self._planning_ns, self._eviction_allocation_ns
+            books.evicted_records, base, draft, recurrent, partial, books.planning_ns, books.eviction_allocation_ns
         )
 
-    # Planning and acquisition -----------------------------------------------------------------------------------
+    # Planning and acquisition: nothing but the planning time changes ---------------------------------------------
 
     def plan(
         self, hashes: Sequence[bytes], token_count: int, lookup_policy: LookupPolicy = LookupPolicy.USE_CACHE
     ) -> ReusePlan:
-        """``plan_vanilla`` over this manager's index. Changes nothing but the planning time."""
+        """``plan_vanilla`` over this manager's index."""
         started = perf_counter_ns()
-        plan = plan_vanilla(self._index, hashes, token_count, self._page_size, lookup_policy)
-        self._planning_ns += perf_counter_ns() - started
+        books = self.books
+        plan = plan_vanilla(books.index, hashes, token_count, books.page_size, lookup_policy)
+        books.planning_ns += perf_counter_ns() - started
+        return plan
+
+    def plan_spec(
+        self,
+        hashes: Sequence[bytes],
+        token_count: int,
+        lookup_policy: LookupPolicy = LookupPolicy.USE_CACHE,
+        *,
+        owns_paged: bool,
+        future_dependency_tokens: int,
+    ) -> ReusePlan:
+        """``spec_planning.plan_spec`` over this manager's indices: a speculative sequence without recurrent layers."""
+        started = perf_counter_ns()
+        books = self.books
+        plan = plan_spec(
+            books.index, books.drafts, books.records, hashes, token_count, books.page_size, lookup_policy,
+            owns_paged=owns_paged, future_dependency_tokens=future_dependency_tokens,
+        )  # fmt: skip
+        books.planning_ns += perf_counter_ns() - started
+        return plan
+
+    def plan_checkpoint(
+        self,
+        hashes: Sequence[bytes],
+        token_count: int,
+        lookup_policy: LookupPolicy = LookupPolicy.USE_CACHE,
+        *,
+        exact_digest: Callable[[int], bytes],
+        has_attention: bool = True,
+    ) -> ReusePlan:
+        """``checkpoint_planning.plan_checkpoint`` over this manager's records: a sequence with recurrent layers.
+
+        ``exact_digest`` is asked only for lengths that the checkpoint index names.
+        """
+        started = perf_counter_ns()
+        books = self.books
+        plan = plan_checkpoint(
+            books.records, hashes, token_count, books.page_size, lookup_policy,
+            exact_digest=exact_digest, has_attention=has_attention,
+        )  # fmt: skip
+        books.planning_ns += perf_counter_ns() - started
+        return plan
+
+    def plan_mtp(
+        self,
+        hashes: Sequence[bytes],
+        token_count: int,
+        lookup_policy: LookupPolicy = LookupPolicy.USE_CACHE,
+        *,
+        exact_digest: Callable[[int], bytes],
+    ) -> ReusePlan:
+        """``checkpoint_planning.plan_mtp`` over this manager's records: recurrent layers and a paged draft."""
+        started = perf_counter_ns()
+        books = self.books
+        plan = plan_mtp(
+            books.records, hashes, token_count, books.page_size, lookup_policy, exact_digest=exact_digest
+        )  # fmt: skip
+        books.planning_ns += perf_counter_ns() - started
         return plan
 
     def acquire(self, plan: ReusePlan) -> AcquireResult:
         """Pin what the plan binds, evict and allocate what it demands: all of it, or INSUFFICIENT_CAPACITY.
 
-        ContractViolation when the plan is of another mode or names pages that have been evicted since.
+        The plan's protected record is evicted only after all others and is touched when it is still there.
+        ContractViolation when the demand is not one of the plan's mode or the plan names what has been evicted since.
         """
-        self._refuse_unfit(plan)
+        books = self.books
+        refuse_unfit(books, plan)
         started = perf_counter_ns()
-        bound = self._base.indices(plan.base_pages) if plan.bound is None else plan.bound
-        count = plan.demand.base_kv_pages
-        # Pinned before eviction is planned: the pages of the hit must not count as reclaimable.
-        self._base.pin(bound)
-        try:
-            room = self._plan_room(count)
-            if room.feasible:
-                pages = PageList(bound.size + count)
-                pages.append(bound)
-                pages.append(self._take(room, count))
-        except BaseException:
-            self._base.unpin(bound)
-            raise
-        if not room.feasible:
-            self._base.unpin(bound)
+        holds = bind_and_draw(books, plan)
+        if holds is None:
             return AcquireResult(AcquireStatus.INSUFFICIENT_CAPACITY, plan)
-        lease = Lease(self, self._next_lease_id, plan.mode, plan.matched_hashes, bound.size, pages)
-        self._page_lists[lease.id] = pages
-        self._next_lease_id += 1
-        if self._latest_record is not None and plan.hit_page is not None:
-            self._touch_if_stored(int(self._latest_record[plan.hit_page]))
-        self._eviction_allocation_ns += perf_counter_ns() - started
+        lease = Lease(self, books.next_lease_id, plan, holds)
+        books.held[lease.id] = holds
+        books.next_lease_id += 1
+        if plan.protected_record is not None:
+            books.touch_if_stored(plan.protected_record)
+        elif books.latest_record is not None and plan.hit_page is not None:
+            books.touch_if_stored(int(books.latest_record[plan.hit_page]))
+        books.eviction_allocation_ns += perf_counter_ns() - started
         return AcquireResult(AcquireStatus.ACQUIRED, plan, lease)
-
-    def _refuse_unfit(self, plan: ReusePlan) -> None:
-        demand = plan.demand.counts
-        if plan.mode not in _MODES or min(demand) < 0 or any(demand[1:]):
-            raise ContractViolation(
-                f"acquire: a {plan.mode.value} plan cannot demand {demand}; demand base pages only, 0 or more",
-                mode=plan.mode.value, demand=demand,
-            )  # fmt: skip
-        # An entry that vanished may have come back with another page, or its page may hold other tokens now.
-        if plan.index_version is not self._index.version and tuple(map(self._index.get, plan.matched_hashes)) != (
-            plan.base_pages
-        ):
-            raise ContractViolation(
-                f"acquire: the plan binds {len(plan.base_pages)} pages of which some were evicted since; plan again",
-                base_pages=plan.base_pages,
-            )
-
-    def _plan_room(self, count: int) -> EvictionPlan:
-        """What has to be evicted before ``count`` base pages can be allocated."""
-        if count <= self._base.free:
-            return NO_EVICTION
-        return plan_eviction(ResourceDemand(count), self._pools, self._records)
-
-    def _take(self, room: EvictionPlan, count: int) -> Int32Array:
-        """Commit a feasible plan: evict, then allocate ``count`` base pages."""
-        if room.records:
-            self._evict(room.records, room.base_pages)
-        if count > self._base.free:
-            raise InvariantViolation(
-                f"{count} pages were counted as available and {self._base.free} are free; the metadata is corrupt, "
-                f"stop using this manager",
-                count=count, free=self._base.free,
-            )  # fmt: skip
-        return self._base.take(count)
 
     # Growth and release -----------------------------------------------------------------------------------------
 
     def grow_base(self, lease: Lease, count: int) -> bool:
-        """Append ``count`` pages to the lease: True, or False and nothing changed. Refusals as in ``grow_all``."""
-        return not self.grow_all((lease,), (count,))
+        """Append ``count`` pages to a vanilla or hybrid lease: True, or False and nothing changed. Refusals as in
+        ``grow_all``."""
+        snapshots.refuse_other_modes(self.books, lease, "grow_base", _UNPAIRED)
+        return not growth.grow(self.books, (lease,), (count,), None)
 
-    def grow_all(self, leases: Sequence[Lease], counts: Sequence[int] | NDArray[np.integer]) -> tuple[int, ...]:
-        """Append ``counts[i]`` pages to ``leases[i]``: all of them, or none.
+    def grow_spec(self, lease: Lease, base: int, draft: int) -> bool:
+        """Append ``base`` and ``draft`` pages to a speculative or MTP lease: True, or False and nothing changed in
+        either pool. Refusals as in ``grow_all``."""
+        snapshots.refuse_other_modes(self.books, lease, "grow_spec", _PAIRED)
+        return not growth.grow(self.books, (lease,), (base,), (draft,))
+
+    def grow_all(
+        self, leases: Sequence[Lease], counts: growth.Counts, draft_counts: growth.Counts | None = None
+    ) -> tuple[int, ...]:
+        """Append ``counts[i]`` base pages (and ``draft_counts[i]`` draft pages) to ``leases[i]``: all of them, or none.
 
         Returns the positions that do not fit: taken in order, each that exceeds what the ones before it leave of free +
-        reclaimable pages. () means that all have grown. Evicts unpinned records if needed. ContractViolation: a
-        released or foreign lease, a negative count, or lists of different lengths.
+        reclaimable pages in a pool. () means that all have grown. Evicts unpinned records if needed. ContractViolation:
+        a released or foreign lease, a negative count, lists of different lengths, a lease with a paged draft without
+        draft counts, or draft pages for a lease without one.
         """
-        wanted: Sequence[int] = counts.tolist() if isinstance(counts, np.ndarray) else counts
-        if len(leases) != len(wanted):
-            raise ContractViolation(
-                f"grow: {len(leases)} leases and {len(wanted)} counts; give one count per lease",
-                leases=len(leases), counts=len(wanted),
-            )  # fmt: skip
-        available = room = self._base.free + self._base.reclaimable
-        refused: list[int] = []
-        for position, (lease, count) in enumerate(zip(leases, wanted, strict=True)):
-            self._refuse_dead(lease, "grow")
-            if count < 0:
-                raise ContractViolation(
-                    f"grow: {count} pages asked for at position {position}; a lease only grows, use 0 or more",
-                    position=position, count=count,
-                )  # fmt: skip
-            if count > room:
-                refused.append(position)
-            else:
-                room -= count
-        if refused or room == available:
-            return tuple(refused)
-        started = perf_counter_ns()
-        plan = self._plan_room(available - room)
-        if not plan.feasible:
-            raise InvariantViolation(
-                f"grow: {available - room} pages were counted as available and are not; the metadata is corrupt, stop "
-                f"using this manager",
-                count=available - room,
-            )
-        for lease, count in zip(leases, wanted, strict=True):
-            lease.pages.reserve(count)
-        pages = self._take(plan, available - room)
-        start = 0
-        for lease, count in zip(leases, wanted, strict=True):
-            if count:
-                lease.pages.append(pages[start : start + count])
-                start += count
-        self._eviction_allocation_ns += perf_counter_ns() - started
-        return ()
+        return growth.grow(self.books, leases, counts, draft_counts)
 
     def release(self, lease: Lease) -> None:
-        """Drop every pin of the lease: shared pages first, then private ones in allocation order, which fixes the order
-        of the free list. Nothing happens the second time. ContractViolation for a lease of another manager."""
+        """Drop every pin of the lease: in each pool shared ones first, then the hit's snapshot, then private ones in
+        allocation order, which fixes the order of the free list. Nothing happens the second time. ContractViolation for
+        a lease of another manager."""
         if lease.manager is not self:
-            raise self._foreign(lease, "release")
-        if lease.released:
-            return
-        self._base.unpin(lease.pages.head(lease.pages.count).astype(np.intp))
-        del self._page_lists[lease.id]
-        lease.forget_pages()
+            raise foreign(lease, "release")
+        if not lease.released:
+            release(self.books, lease)
+
+    # Snapshots --------------------------------------------------------------------------------------------------
+
+    def reserve_snapshots(self, lease: Lease, needs_partial: bool) -> SnapshotReservation | None:
+        """Slots for a checkpoint of a hybrid or MTP lease, evicting unpinned records if needed; None, and nothing
+        changed, when they do not fit. ContractViolation: another mode, or a partial slot without attention layers."""
+        return snapshots.reserve(self.books, lease, needs_partial)
+
+    def release_restored_snapshots(self, lease: Lease) -> None:
+        """Drop the pins on the snapshots of the lease's hit: they have been restored. Idempotent. ContractViolation:
+        another mode."""
+        snapshots.release_restored(self.books, lease)
+
+    def retire_reservation(self, lease: Lease, reservation: SnapshotReservation) -> None:
+        """Drop the producer's pins on a reservation, published or not. ContractViolation: another mode, or a
+        reservation that the lease does not hold."""
+        snapshots.retire(self.books, lease, reservation)
 
     # Publication ------------------------------------------------------------------------------------------------
 
     def publish(self, lease: Lease, hashes: Sequence[bytes], resident_length: int) -> PublicationResult:
-        """Make the first full blocks of the lease findable as one record.
+        """Make the first full blocks of a vanilla or speculative lease findable as one record.
 
         ``resident_length`` is in tokens; ``min(len(hashes), resident_length // page_size)`` blocks are published. The
-        caller vouches that the device has finished writing them. A stored endpoint is only touched
-        (EXISTING_RECORD). ContractViolation: a released or foreign lease, no full block, more blocks than pages, hashes
-        that contradict the ones the lease was matched with, or a page that is canonical for another block.
+        caller vouches that the device has finished writing them. A stored endpoint is only touched (EXISTING_RECORD),
+        or gets the lease's draft pages if it has none (PUBLISHED, same id). ContractViolation: a released or foreign
+        lease or one of another mode, no full block, more blocks than pages, hashes that contradict the ones the lease
+        was matched with or its replay dependency, or a page that is canonical for another block.
         """
-        self._refuse_dead(lease, "publish")
-        count = min(len(hashes), resident_length // self._page_size)
-        if not 1 <= count <= lease.pages.count:
-            raise ContractViolation(
-                f"publish: {count} full blocks from {len(hashes)} hashes and {resident_length} resident tokens, with "
-                f"{lease.pages.count} pages; publish at least one block and at most one per page",
-                count=count, pages=lease.pages.count, resident_length=resident_length,
-            )  # fmt: skip
-        given = list(hashes[:count])
-        known = min(count, len(lease.matched_hashes))
-        if known and given[:known] != list(lease.matched_hashes[:known]):
-            raise ContractViolation(
-                f"publish: the first {known} hashes are not those that the lease was matched with; publish the "
-                f"sequence that the lease was acquired for",
-                known=known,
-            )
-        key = CacheRecordKey(given[-1], count)
-        existing = self._records.find(key)
-        if existing is not None:
-            self._records.touch(existing.id)
-            self._note_latest(existing)
-            return PublicationResult(PublicationStatus.EXISTING_RECORD, existing.id, existing.base_page_path, count)
-        projection, fresh = project_blocks(self._index, given, lease.pages.head(count), lease.published)
-        victim = self._limit_victim()
-        record = self._commit_publication(projection, fresh)
-        lease.published = projection
-        self._note_latest(record)
-        if self._max_records == 0:
-            victim = record
-        if victim is not None:
-            self._evict((victim,))
-        kept = None if victim is record else record.id
-        return PublicationResult(PublicationStatus.PUBLISHED, kept, projection.path, count)
+        return publishing.publish(self.books, lease, hashes, resident_length)
 
-    def _limit_victim(self) -> CacheRecord | None:
-        """The record that has to make room under the limit. Checked here, because its eviction comes after the commit
-        of the new record and must not fail then."""
-        if not 0 < self._max_records <= len(self._records):
-            return None
-        victim = self._records.oldest()
-        for type in ResourceType:
-            pool = self._pools.pool(type)
-            pool.check_cached(pool.indices(unpack_indices(victim.packed(type))))
-        return victim
+    def publish_hybrid(
+        self,
+        lease: Lease,
+        hashes: Sequence[bytes],
+        exact_digest: bytes,
+        length: int,
+        reservation: SnapshotReservation,
+    ) -> PublicationResult:
+        """Make the first ``length`` tokens of a hybrid lease a checkpoint. The caller vouches that the snapshots in the
+        reservation are complete.
 
-    def _commit_publication(self, projection: Projection, fresh: FreshBlocks) -> CacheRecord:
-        """Cache references, then mappings, then the record; a failure undoes the steps before it."""
-        path = projection.path.astype(np.intp)
-        key = CacheRecordKey(projection.hashes[-1], len(projection.hashes))
-        record = CacheRecord(self._records.next_id, key, projection.hashes, projection.path.tobytes())
-        self._base.add_cache(path)
-        try:
-            if fresh.page_of:
-                self._index.insert_new(fresh.page_of, fresh.pages)
-            self._records.add(record)
-        except BaseException:
-            # The producer pins its pages and the canonical ones are cached, so this frees nothing.
-            self._index.withdraw(fresh.page_of)
-            self._base.release_cache(path)
-            raise
-        return record
+        ``hashes``: exactly ``length // page_size``. The partial slot is there exactly when attention layers exist and
+        the length is not a whole number of pages. A stored checkpoint is only touched (EXISTING_RECORD).
+        ContractViolation: anything else, a reservation that the lease does not hold, too few pages, or hashes as in
+        ``publish``.
+        """
+        return publishing.publish_checkpoint(
+            self.books, lease, RecordFlavour.PLAIN, hashes, exact_digest, length, reservation
+        )
 
-    # Eviction ---------------------------------------------------------------------------------------------------
+    def publish_hybrid_mtp(
+        self,
+        lease: Lease,
+        hashes: Sequence[bytes],
+        exact_digest: bytes,
+        length: int,
+        reservation: SnapshotReservation,
+    ) -> PublicationResult:
+        """As ``publish_hybrid`` for an MTP lease: the boundary token's block stays private, so ``hashes`` are exactly
+        ``(length - 1) // page_size`` (none is legal); both slots are always needed, and base and draft pages for the
+        kept blocks."""
+        return publishing.publish_checkpoint(
+            self.books, lease, RecordFlavour.MTP, hashes, exact_digest, length, reservation
+        )
+
+    # Eviction, checks and views ---------------------------------------------------------------------------------
 
     def evict_all(self) -> int:
-        """Evict every record, LRU first, and return how many there were. Pages that a lease pins stay in use."""
-        victims = tuple(self._records.iterate_lru())
-        self._evict(victims)
+        """Evict every record, LRU first, and return how many there were. What a lease pins stays in use."""
+        victims = tuple(self.books.records.iterate_lru())
+        self.books.evict(victims)
         return len(victims)
-
-    def _evict(self, victims: Sequence[CacheRecord], base_pages: NDArray[np.intp] | None = None) -> None:
-        freed = commit_eviction(victims, self._pools, self._index, self._records, base_pages)
-        self._evicted_records += len(victims)
-        for type, count in enumerate(freed):
-            self._reclaimed[type] += count
-
-    def _touch_if_stored(self, record_id: int) -> None:
-        if self._records.contains(record_id):
-            self._records.touch(record_id)
-            self._note_latest(self._records.get(record_id))
-
-    def _note_latest(self, record: CacheRecord) -> None:
-        if self._latest_record is not None:
-            self._latest_record[record.base_page_path] = record.id
-
-    # Checks and views -------------------------------------------------------------------------------------------
-
-    def _refuse_dead(self, lease: Lease, verb: str) -> None:
-        if lease.manager is not self:
-            raise self._foreign(lease, verb)
-        if lease.released:
-            raise ContractViolation(
-                f"{verb}: lease {lease.id} has been released; acquire a new one", lease_id=lease.id, verb=verb
-            )
-
-    @staticmethod
-    def _foreign(lease: Lease, verb: str) -> ContractViolation:
-        return ContractViolation(
-            f"{verb}: lease {lease.id} belongs to another manager; pass it to the one that acquired it",
-            lease_id=lease.id, verb=verb,
-        )  # fmt: skip
 
     def check_invariants(self) -> None:
         """InvariantViolation when the parts contradict each other. Recounts everything: for tests and post-mortems."""
-        check_manager(self._pools, self._index, self._records, self._page_lists.values(), self._max_records)
+        check_books(self.books)
 
     def dump(self) -> dict[str, Any]:
         """The whole state as plain values: two dumps are equal exactly when nothing has changed (times excepted)."""
+        books = self.books
         return {
-            "pools": self._pools.dump(),
-            "index": self._index.dump(),
-            "records": self._records.dump(),
-            "lru": self._records.lru_to_mru(),
-            "next_record_id": self._records.next_id,
-            "leases": {id: pages.view().tolist() for id, pages in self._page_lists.items()},
+            "pools": books.pools.dump(),
+            "index": books.index.dump(),
+            "drafts": books.drafts.dump(),
+            "records": books.records.dump(),
+            "checkpoints": books.records.checkpoints.dump(),
+            "lru": books.records.lru_to_mru(),
+            "next_record_id": books.records.next_id,
+            "leases": {id: holds.dump() for id, holds in books.held.items()},
             "metrics": self.metrics.counters(),
         }

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..errors import ContractViolation
 from .index import BaseBlockIndex
-from .pools import Int32Array
+from .pool import Int32Array
 
 __all__ = ["FreshBlocks", "Projection", "project_blocks"]
 

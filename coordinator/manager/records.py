@@ -18,7 +18,8 @@ import numpy as np
 from attrs import field, frozen
 
 from ..errors import ContractViolation, InvariantViolation
-from .pools import Int32Array
+from .checkpoints import CheckpointIndex, HybridCheckpointKey
+from .pool import Int32Array
 from .resources import ResourceId, ResourceType
 
 __all__ = ["CacheRecord", "CacheRecordKey", "CacheRecordStore", "RecordFlavour"]
@@ -147,11 +148,15 @@ def _problem(record: CacheRecord) -> str | None:
 
 
 class CacheRecordStore:
-    """Records by id, by exact key and by recency. Ids start at 1 and are never used again."""
+    """Records by id, by exact key, by checkpoint and by recency. Ids start at 1 and are never used again.
 
-    __slots__ = ("_by_recency", "_id_of", "_next_id")
+    ``page_size`` (tokens) and ``chain_root`` (what stands before block 0) say which block a checkpoint lies behind.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_by_recency", "_id_of", "_next_id", "checkpoints")
+
+    def __init__(self, page_size: int = 128, chain_root: bytes = b"") -> None:
+        self.checkpoints = CheckpointIndex(page_size, chain_root)
         self._by_recency: OrderedDict[int, CacheRecord] = OrderedDict()
         self._id_of: dict[CacheRecordKey, int] = {}
         self._next_id = 1
@@ -165,28 +170,63 @@ class CacheRecordStore:
         return self._next_id
 
     def insert(self, record: CacheRecord) -> tuple[int, bool]:
-        """(id, inserted). A record with this key exists: it moves to the MRU end, nothing is replaced. Else the record
-        is added there under a new id; its own ``id`` is ignored. ContractViolation when it is invalid."""
+        """(id, inserted). A record with this checkpoint key or this key exists: it moves to the MRU end, nothing is
+        replaced. Else the record is added there under a new id; its own ``id`` is ignored. ContractViolation when it is
+        invalid."""
         record.refuse_invalid()
-        known = self._id_of.get(record.key)
+        known = self.stored_like(record.key, record.exact_checkpoint_length)
         if known is not None:
-            self._by_recency.move_to_end(known)
-            return known, False
+            self._by_recency.move_to_end(known.id)
+            return known.id, False
         if record.id != self._next_id:
             record = attrs.evolve(record, id=self._next_id)
         self.add(record)
         return record.id, True
 
     def add(self, record: CacheRecord) -> None:
-        """``insert`` of a record that is valid, has ``next_id`` and a key that is not stored: the caller knows."""
-        self._by_recency[record.id] = record
-        self._id_of[record.key] = record.id
+        """``insert`` of a record that is valid, has ``next_id`` and keys that are not stored: the caller knows."""
+        try:
+            if record.exact_checkpoint_length is not None:
+                self.checkpoints.add(record)
+            self._by_recency[record.id] = record
+            self._id_of[record.key] = record.id
+        except BaseException:
+            self.withdraw(record)
+            raise
         self._next_id = record.id + 1
+
+    def withdraw(self, record: CacheRecord) -> None:
+        """Undo ``add`` of the newest record, also one that did not happen or stopped half way. Cannot fail."""
+        self.checkpoints.withdraw(record)
+        self._by_recency.pop(record.id, None)
+        if self._id_of.get(record.key) == record.id:
+            del self._id_of[record.key]
+        self._next_id = record.id
 
     def find(self, key: CacheRecordKey) -> CacheRecord | None:
         """The record of a key. No effect on recency."""
         id = self._id_of.get(key)
         return None if id is None else self._by_recency[id]
+
+    def find_hybrid(
+        self, exact_digest: bytes, length: int, flavour: RecordFlavour = RecordFlavour.PLAIN
+    ) -> CacheRecord | None:
+        """The checkpoint of an exact prefix of ``length`` tokens. No effect on recency."""
+        id = self.checkpoints.find(HybridCheckpointKey(exact_digest, length, flavour))
+        return None if id is None else self._by_recency[id]
+
+    def checkpoint_lengths(self, block_digest: bytes, flavour: RecordFlavour) -> tuple[int, ...]:
+        """The distinct checkpoint lengths in tokens behind a full block (or behind the chain root), longest first."""
+        return self.checkpoints.lengths(block_digest, flavour)
+
+    def stored_like(self, key: CacheRecordKey, length: int | None = None) -> CacheRecord | None:
+        """The record that an insertion under these keys would refresh: the checkpoint of this length, else the one
+        under the exact key. No effect on recency."""
+        if length is not None:
+            known = self.find_hybrid(key.terminal_hash, length, key.flavour)
+            if known is not None:
+                return known
+        return self.find(key)
 
     def get(self, id: int) -> CacheRecord:
         """The record of an id. No effect on recency. ContractViolation when it is not stored."""
@@ -205,6 +245,21 @@ class CacheRecordStore:
         except KeyError:
             raise self._unknown(id) from None
 
+    def set_spec_state(self, id: int, path: Iterable[int] | Int32Array | bytes) -> CacheRecord:
+        """Attach draft pages, one per base page, to a record that has none; it moves to the MRU end and keeps its
+        identity. ContractViolation: an unknown id, a path that does not fit, or draft state that differs."""
+        record = self.get(id)
+        packed = pack_indices(path)
+        if record.packed_spec is not None and record.packed_spec != packed:
+            raise ContractViolation(
+                f"record {id} has other draft pages already; draft state is attached once", record_id=id
+            )
+        paired = attrs.evolve(record, spec_page_path=packed)
+        paired.refuse_invalid()
+        self._by_recency[id] = paired
+        self._by_recency.move_to_end(id)
+        return paired
+
     def erase(self, id: int) -> CacheRecord:
         """Remove all traces. ContractViolation when the id is not stored."""
         record = self.get(id)
@@ -215,6 +270,8 @@ class CacheRecordStore:
         """Remove stored records; the caller has checked that they are. Cannot fail."""
         by_recency, id_of = self._by_recency, self._id_of
         for record in records:
+            if record.exact_checkpoint_length is not None:
+                self.checkpoints.withdraw(record)
             del by_recency[record.id]
             del id_of[record.key]
 
@@ -230,7 +287,7 @@ class CacheRecordStore:
         return list(self._by_recency)
 
     def check(self) -> None:
-        """InvariantViolation when the two maps disagree."""
+        """InvariantViolation when the maps disagree."""
         by_key = {record.key: id for id, record in self._by_recency.items()}
         wrong_ids = [id for id, record in self._by_recency.items() if record.id != id or id >= self._next_id]
         if by_key != self._id_of or len(by_key) != len(self._by_recency) or wrong_ids:
@@ -238,6 +295,7 @@ class CacheRecordStore:
                 "the maps of the record store disagree; the metadata is corrupt, stop using this manager",
                 by_key=by_key, id_of=dict(self._id_of), wrong_ids=wrong_ids,
             )  # fmt: skip
+        self.checkpoints.check(self._by_recency.values())
 
     def dump(self) -> list[dict[str, Any]]:
         """Every record as plain values, LRU first."""

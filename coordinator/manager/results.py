@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from .lease import Lease
 from .planning import ReusePlan
-from .pools import Int32Array
+from .pool import Int32Array
 
 __all__ = ["AcquireResult", "AcquireStatus", "ManagerMetrics", "PublicationResult", "PublicationStatus"]
 

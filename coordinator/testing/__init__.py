@@ -13,12 +13,18 @@ import numpy as np
 from context_cache.coordinator.coordinator import ContextCacheCoordinator
 from context_cache.coordinator.core import ENDED_STATES, WITHHELD_STATES, Core, Request
 from context_cache.coordinator.errors import InvariantViolation
-from context_cache.coordinator.ledger import BOUND, LEASED, QUARANTINED, SEATED, STATE_NAMES, TERMINAL
+from context_cache.coordinator.ledger import BOUND, CAPTURE_NONE, LEASED, QUARANTINED, SEATED, TERMINAL, Ledger
 from context_cache.coordinator.manager import ResourceType
+from context_cache.coordinator.page_table import KVPageTable
 
 __all__ = ["check_invariants", "page_owners"]
 
-_TOKEN_STATES = frozenset({"prefilling", "decoding", "decode_retry", "compacting"})
+_TOKEN_STATES = frozenset(
+    {
+        "prefilling", "prefill_frozen", "decoding", "decoding_frozen", "decode_retry", "decode_retry_frozen",
+        "compacting",
+    }
+)  # fmt: skip
 
 
 def check_invariants(coordinator: ContextCacheCoordinator) -> None:
@@ -29,20 +35,26 @@ def check_invariants(coordinator: ContextCacheCoordinator) -> None:
     """
     core = coordinator._core
     core.manager.check_invariants()
-    pins: Counter[int] = Counter()
+    pins: dict[ResourceType, Counter[int]] = {kind: Counter() for kind in ResourceType}
     seen: dict[int, str] = {}
     for request in core.requests.values():
         _check_request(core, request, seen, pins)
-    pool = ResourceType.BASE_KV_PAGE
-    active = core.manager.pools.pool(pool).active
-    for page in np.flatnonzero(active).tolist():
-        _require(int(active[page]) == pins[page], f"page {page} has {int(active[page])} pins and {pins[page]} leases")
+    for kind in ResourceType:
+        active = core.manager.pools.pool(kind).active
+        for index in np.flatnonzero(active).tolist():
+            found, owned = int(active[index]), pins[kind][index]
+            _require(found == owned, f"{kind.name} {index} has {found} pins, and leases own {owned}")
     for slot in range(core.deployment.max_batch):
         if slot not in seen:
             _require(core.ledger.owners[slot] is None, f"resident slot {slot} is owned by nobody's request")
-            _require(core.table.bound_epoch(slot) == 0, f"row {slot} is bound, but no request has it")
-            _require(int(core.table.host_row(slot).max()) == -1, f"row {slot} names pages, but no request has it")
+            for table in _tables(core):
+                _require(table.bound_epoch(slot) == 0, f"row {slot} is bound, but no request has it")
+                _require(int(table.host_row(slot).max()) == -1, f"row {slot} names pages, but no request has it")
     _check_regions(core)
+
+
+def _tables(core: Core) -> list[KVPageTable]:
+    return [table for table in (core.rows.base, core.rows.draft) if table is not None]
 
 
 def page_owners(coordinator: ContextCacheCoordinator) -> dict[int, tuple[str, ...]]:
@@ -53,47 +65,81 @@ def page_owners(coordinator: ContextCacheCoordinator) -> dict[int, tuple[str, ..
     core = coordinator._core
     owners: dict[int, list[str]] = {}
     for request in core.requests.values():
-        for slot in request.order.tolist():
+        for slot in core.owned_slots(request):
             for page in core.ledger.lease(slot).base_pages.tolist():
                 owners.setdefault(page, []).append(f"{request.id} ({request.state})")
     active = core.manager.pools.pool(ResourceType.BASE_KV_PAGE).active
     return {page: tuple(owners.get(page, ())) for page in np.flatnonzero(active).tolist()}
 
 
-def _check_request(core: Core, request: Request, seen: dict[int, str], pins: Counter[int]) -> None:
+def _check_request(core: Core, request: Request, seen: dict[int, str], pins: dict[ResourceType, Counter[int]]) -> None:
     ledger, name = core.ledger, f"request {request.id} ({request.state})"
     _require(request.state not in ENDED_STATES - WITHHELD_STATES, f"{name} has ended and is still listed")
-    states = {STATE_NAMES[code] for code in ledger.state[request.order].tolist()}
     for slot in request.order.tolist():
         _require(slot not in seen, f"resident slot {slot} belongs to {seen.get(slot)} and to {request.id}")
         seen[slot] = request.id
         _require(ledger.owners[slot] == request.id, f"{name}: resident slot {slot} is owned by {ledger.owners[slot]}")
-        pages = ledger.lease(slot).base_pages
-        pins.update(pages.tolist())
-        committed, listed = int(ledger.committed[slot]), int(ledger.token_count[slot])
-        _require(int(ledger.page_count[slot]) == pages.size, f"{name}: slot {slot} counts other pages than its lease")
-        _require(
-            committed <= pages.size * core.page_size, f"{name}: slot {slot} has committed more than its pages hold"
-        )
-        _require(
-            int(ledger.published_blocks[slot]) * core.page_size <= committed,
-            f"{name}: slot {slot} has published more than it has committed",
-        )
-        if ledger.state[slot] in (SEATED, TERMINAL):
-            _require(listed == committed + request.lookahead, f"{name}: slot {slot} lists {listed}, has {committed}")
+        _count_pins(ledger, slot, pins)
+        _check_lengths(core, request, slot, name)
         if request.state in WITHHELD_STATES:
             _require(ledger.state[slot] == QUARANTINED, f"{name}: slot {slot} is not quarantined")
         elif request.state == "admitted":
             _require(ledger.state[slot] == LEASED, f"{name}: slot {slot} is not leased")
         elif request.state != "broken":
-            row = core.table.host_row(slot)
-            _require(np.array_equal(row[: pages.size], pages), f"{name}: row {slot} does not name its lease's pages")
-            _require(bool((row[pages.size :] == -1).all()), f"{name}: row {slot} names more than its lease")
-    if request.state not in WITHHELD_STATES:
+            _check_rows(core, request, slot, name)
+        staged = ledger.staged[slot] is not None
+        _require(staged == (ledger.capture[slot] != CAPTURE_NONE), f"{name}: slot {slot} is staged without a capture")
+        if staged:
+            holds = request.state in ("prefilling", "broken", *WITHHELD_STATES)
+            _require(holds, f"{name}: slot {slot} still has a staged checkpoint")
+    if request.state in ("settled", "seating"):
         joiners = int(np.count_nonzero(ledger.state[request.order] == BOUND))
-        if request.state in ("settled", "seating"):
-            _require((joiners > 0) == (request.state == "seating"), f"{name} has {joiners} unfinalised joiners")
-            _require("leased" not in states, f"{name} has a sequence whose row is not bound")
+        _require((joiners > 0) == (request.state == "seating"), f"{name} has {joiners} unfinalised joiners")
+        leased = bool((ledger.state[request.order] == LEASED).any())
+        _require(not leased, f"{name} has a sequence whose row is not bound")
+
+
+def _count_pins(ledger: Ledger, slot: int, pins: dict[ResourceType, Counter[int]]) -> None:
+    lease = ledger.lease(slot)
+    pins[ResourceType.BASE_KV_PAGE].update(lease.base_pages.tolist())
+    pins[ResourceType.DRAFT_KV_PAGE].update(lease.draft_pages.tolist())
+    held = [(lease.recurrent_slot, lease.partial_slot)]
+    held += [(item.recurrent_slot, item.partial_slot) for item in lease.reservations]
+    for recurrent, partial in held:
+        if recurrent is not None:
+            pins[ResourceType.RECURRENT_SNAPSHOT][recurrent] += 1
+        if partial is not None:
+            pins[ResourceType.PARTIAL_KV_SNAPSHOT][partial] += 1
+
+
+def _check_lengths(core: Core, request: Request, slot: int, name: str) -> None:
+    ledger, lease = core.ledger, core.ledger.lease(slot)
+    committed, common, listed = int(ledger.committed[slot]), int(ledger.common[slot]), int(ledger.token_count[slot])
+    _require(int(ledger.page_count[slot]) == lease.page_count, f"{name}: slot {slot} counts other pages than its lease")
+    drafts = int(ledger.draft_page_count[slot])
+    _require(drafts == lease.draft_page_count, f"{name}: slot {slot} counts other draft pages than its lease")
+    held = int(ledger.positions_held(np.array([slot]))[0])
+    _require(committed <= held, f"{name}: slot {slot} has committed more than its pages hold")
+    _require(common <= committed, f"{name}: slot {slot} has more in common than it has committed")
+    published = max(int(ledger.published_blocks[slot]) * core.page_size, int(ledger.published_exact[slot]))
+    # An MTP endpoint lies inside the prefill, whose length is committed only when it is finalised.
+    limit = listed if request.policy.mtp else committed
+    _require(published <= limit, f"{name}: slot {slot} has published more than it has committed")
+    if ledger.state[slot] in (SEATED, TERMINAL):
+        _require(listed == committed + request.lookahead, f"{name}: slot {slot} lists {listed}, has {committed}")
+
+
+def _check_rows(core: Core, request: Request, slot: int, name: str) -> None:
+    lease = core.ledger.lease(slot)
+    parts = [(core.rows.base, lease.base_pages)]
+    if request.paired:
+        parts.append((core.rows.draft, lease.draft_pages))
+    for table, pages in parts:
+        if table is None:
+            continue
+        row = table.host_row(slot)
+        _require(np.array_equal(row[: pages.size], pages), f"{name}: row {slot} does not name its lease's pages")
+        _require(bool((row[pages.size :] == -1).all()), f"{name}: row {slot} names more than its lease")
 
 
 def _check_regions(core: Core) -> None:

@@ -76,9 +76,7 @@ def test_a_media_list_of_another_length_is_refused(h, length):
     """Scenario 111."""
     tokens, _ = prompt_with_media()
     h.refuses(h.try_begin, [h.sequence_admission(tokens, 0, media=[IMAGE] * length)])
-    h.refuses(
-        h.try_begin, [h.sequence_admission([1, 2, 3], 1), h.sequence_admission(tokens, 0, media=[None] * length)]
-    )
+    h.refuses(h.try_begin, [h.sequence_admission([1, 2, 3], 1), h.sequence_admission(tokens, 0, media=[None] * length)])
 
 
 def test_a_joiner_with_a_media_list_of_another_length_is_refused(h, T):

@@ -14,6 +14,16 @@ from context_cache.coordinator import ContractViolation, HybridSnapshotStorage, 
 
 CHECKPOINTS = ["hybrid", "recurrent", "hybrid-mtp"]
 WITH_PAGES = ["hybrid", "hybrid-mtp"]
+# method -> the valid batch, and which of its arguments are destinations
+METHODS = {
+    "zero_recurrent": ([[0, 1]], [0]),
+    "capture_recurrent": ([[0, 1], [0, 1]], [0]),
+    "restore_recurrent": ([[0, 1], [0, 1]], [1]),
+    "capture_partial": ([[0, 1], [0, 1], [1, 2]], [0]),
+    "restore_partial": ([[0, 1], [0, 1], [1, 2]], [1]),
+    "capture_partial_pair": ([[0, 1], [0, 1], [0, 1], [1, 2]], [0]),
+    "restore_partial_pair": ([[0, 1], [0, 1], [0, 1], [1, 2]], [1, 2]),
+}
 
 
 def layers(copies, name):
@@ -196,7 +206,7 @@ def test_a_hidden_row_of_a_tensor_by_logical_slot(mtp):
         pytest.param(-1, hidden(3, 6), 0, 0, "recurrent slot -1", id="negative slot"),
         pytest.param(0, hidden(3, 6), 3, 0, "row of .* 3 is outside 0..2", id="row"),
         pytest.param(0, hidden(3, 6), -1, 0, "row of .* -1", id="negative row"),
-        pytest.param(0, hidden(3, 6), 1.0, 0, "integers for row", id="row is no integer"),
+        pytest.param(0, hidden(3, 6), 1.0, 0, "row of .* one dimension of integers", id="row is no integer"),
         pytest.param(0, hidden(2, 3, 6), 3, 0, "row of .* 3 is outside 0..2", id="row in three dimensions"),
         pytest.param(0, hidden(2, 3, 6), 0, 2, "logical slot of .* 2 is outside 0..1", id="logical slot"),
         pytest.param(0, hidden(2, 3, 6), 0, -1, "logical slot of .* -1", id="negative logical slot"),
@@ -305,6 +315,30 @@ def test_each_use_has_its_own_index_arrays(make):
         assert slab.tobytes() == state[[2, 1, 0, 2]].tobytes()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_index_arrays_are_staged_in_pinned_memory(make, method):
+    """An asynchronous copy may read nothing else; a plain temporary would be right here and wrong on a GPU."""
+    pinned, given = [], []
+
+    class Watching(HostBackend):
+        def pinned(self, shape, dtype):
+            pinned.append(super().pinned(shape, dtype))
+            return pinned[-1]
+
+        def keep(self, *arguments):
+            given.extend(value for value in arguments if isinstance(value, np.ndarray) and value.dtype == np.int32)
+
+        zero_rows = copy_rows = capture_pages = restore_pages = keep
+
+    world = make("hybrid-mtp")
+    storage = HybridSnapshotStorage(world.deployment, world.resources, 4, 5, Watching())
+    batch = METHODS[method][0]
+    getattr(storage, method)(*batch, world.stream)
+    assert len(given) == (6 if "pair" in method else len(batch))
+    for array in given:
+        assert any(np.shares_memory(array, memory) for memory in pinned)
+
+
 def test_many_pending_batches_wait_for_the_oldest_instead_of_overwriting_it(make):
     world = make("recurrent")
     rows = [state.copy() for state in world.cache.recurrent_states]
@@ -353,25 +387,15 @@ def test_a_drain_frees_the_staging(make):
 BAD_INDICES = [
     pytest.param([-1], "-1 is outside", id="negative"),
     pytest.param([1, 99], "99 is outside", id="too large"),
-    pytest.param([2**70], "flat sequence of integers", id="huge"),
-    pytest.param([0.0], "flat sequence of integers", id="float"),
-    pytest.param([True], "flat sequence of integers", id="bool"),
-    pytest.param(["0"], "flat sequence of integers", id="text"),
-    pytest.param([None], "flat sequence of integers", id="none"),
-    pytest.param([[0]], "flat sequence of integers", id="nested"),
-    pytest.param([[0], [0, 1]], "flat sequence of integers", id="ragged"),
-    pytest.param(0, "flat sequence of integers", id="one number"),
+    pytest.param([2**70], "must be one dimension of integers", id="huge"),
+    pytest.param([0.0], "must be one dimension of integers", id="float"),
+    pytest.param([True], "must be one dimension of integers", id="bool"),
+    pytest.param(["0"], "must be one dimension of integers", id="text"),
+    pytest.param([None], "must be one dimension of integers", id="none"),
+    pytest.param([[0]], "must be one dimension of integers", id="nested"),
+    pytest.param([[0], [0, 1]], "must be a list or array of integers", id="ragged"),
+    pytest.param(0, "must be a list or array of integers", id="one number"),
 ]
-# method -> the valid batch, and which of its arguments are destinations
-METHODS = {
-    "zero_recurrent": ([[0, 1]], [0]),
-    "capture_recurrent": ([[0, 1], [0, 1]], [0]),
-    "restore_recurrent": ([[0, 1], [0, 1]], [1]),
-    "capture_partial": ([[0, 1], [0, 1], [1, 2]], [0]),
-    "restore_partial": ([[0, 1], [0, 1], [1, 2]], [1]),
-    "capture_partial_pair": ([[0, 1], [0, 1], [0, 1], [1, 2]], [0]),
-    "restore_partial_pair": ([[0, 1], [0, 1], [0, 1], [1, 2]], [1, 2]),
-}
 ARGUMENTS = [(method, position) for method, (batch, _) in METHODS.items() for position in range(len(batch))]
 
 

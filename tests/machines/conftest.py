@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from context_cache.backends.base import DeviceError, DrainResult
+from context_cache.backends.base import DeviceError, DrainResult, HiddenCopy, SnapshotCopies
 from context_cache.machines import MachineSpec
 
 HOST_VERBS = frozenset(
-    "take_leases bind_rows bind_joiner unbind_joiner release_joiner grow apply_advances publish unbind_retired retire "
-    "unbind_rows release withhold hold_token free_token own_view drop_view drain".split()
+    "take_leases bind_rows bind_joiner unbind_joiner release_joiner grow apply_advances freeze release_hit_pins "
+    "stage_captures mark_captured publish publish_frozen retire_reservations unbind_retired retire unbind_rows release "
+    "withhold hold_token free_token own_view drop_view drain".split()
 )
 DEVICE_VERBS = frozenset(
-    "upload_base_rows reset_base_lengths install_base_lengths compact_base_lengths copy_mapping "
-    "clear_resident_state".split()
+    "upload_base_rows upload_draft_rows reset_base_lengths reset_draft_lengths install_base_lengths "
+    "install_draft_lengths compact_base_lengths compact_draft_lengths copy_mapping clear_resident_state zero_recurrent "
+    "restore_recurrent restore_partial restore_hidden capture_recurrent capture_partial capture_hidden".split()
 )
 
 
@@ -45,7 +47,8 @@ class ScriptedCall:
     script:  number of the verb, counted from 0 -> what it does instead of succeeding: an exception is raised, a
              ``DrainResult`` is returned, a function is called.
     refuses: couplings that no machine takes. All others are taken.
-    idle:    device verbs that find nothing to enqueue.
+    idle:    verbs that find nothing to do.
+    paired:  whether the request has paged draft state, so that the actions for the draft are taken.
 
     ``log`` holds the verbs and the couplings offered (``machine.event``), in order; ``arguments`` what a verb got.
     """
@@ -57,12 +60,18 @@ class ScriptedCall:
         *,
         refuses: Iterable[str] = (),
         idle: Iterable[str] = (),
+        paired: bool = True,
     ) -> None:
+        self.paired = paired
         self.facts = dict(facts or {})
         self.script = dict(script or {})
         self.refuses, self.idle = frozenset(refuses), frozenset(idle)
         self.slots: tuple[int, ...] = (0, 2)
         self.lengths = np.array([5, 7], np.int32)
+        self.draft_lengths = np.array([4, 6], np.int32)
+        self.captures = SnapshotCopies(slots=(1,), rows=(0,))
+        self.restores = SnapshotCopies(slots=(2,), rows=(3,))
+        self.hidden = HiddenCopy(slot=1, tensor="the caller's hidden states", row=8, logical_slot=0)
         self.mapping = np.array([0, -1, 1], np.int32)
         self.mapping_tensor = "the caller's tensor"
         self.new_size = 2
@@ -96,7 +105,9 @@ class ScriptedCall:
             act()
         if verb == "drain":
             return DrainResult(ok=True)
-        return verb not in self.idle if verb in DEVICE_VERBS else None
+        if verb in self.idle:
+            return False
+        return True if verb in DEVICE_VERBS else None
 
     def couple(self, machine: str, event: str) -> bool:
         self.log.append(f"{machine}.{event}")
@@ -107,7 +118,7 @@ class ScriptedCall:
 
 
 class Asked(int):
-    """A call of the sequence table, whose guards look at the bits of a number."""
+    """A call of the sequence or of the capture table, whose guards look at the bits of a number."""
 
     slots = (0,)
 
@@ -125,9 +136,11 @@ def make_call() -> Callable[..., Any]:
     """``make_call(spec, {"view_current": True}, {2: DeviceError(...)})``."""
 
     def make(spec: MachineSpec, facts: Mapping[str, bool] | None = None, script: Any = None, **options: Any) -> Any:
+        known = facts or {}
         if spec.name == "sequence":
-            known = facts or {}
             return Asked(known.get("brings_tokens", False) + 2 * known.get("named", False))
+        if spec.name == "capture":
+            return Asked(known.get("reservation_granted", False))
         return ScriptedCall(facts, script, **options)
 
     return make

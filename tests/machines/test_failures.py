@@ -26,9 +26,12 @@ from context_cache.machines import (
 )
 
 DEVICE_VERBS = frozenset(
-    "upload_base_rows reset_base_lengths install_base_lengths compact_base_lengths copy_mapping "
-    "clear_resident_state".split()
+    "upload_base_rows upload_draft_rows reset_base_lengths reset_draft_lengths install_base_lengths "
+    "install_draft_lengths compact_base_lengths compact_draft_lengths copy_mapping clear_resident_state zero_recurrent "
+    "restore_recurrent restore_partial restore_hidden capture_recurrent capture_partial capture_hidden".split()
 )
+FREEING = frozenset("release release_joiner retire retire_reservations release_hit_pins".split())
+PUBLISHING = frozenset({"publish", "publish_frozen"})
 FAULT = "cudaErrorLaunchFailure"
 RUNNER = Runner(REQUEST)  # shared, as all requests of a coordinator share one: nothing may be left over from a failure
 
@@ -75,8 +78,9 @@ ROWS_WITH_FAILURE_STEPS = [
 
 
 def verbs(steps):
-    """What the log says of steps: a step and its verb have one name, but for the upload of cleared rows."""
-    return [{"upload_cleared_rows": "upload_base_rows"}.get(step.name, step.name) for step in steps]
+    """What the log says of steps: a step and its verb have one name, but for the uploads of cleared rows."""
+    cleared = {"upload_cleared_rows": "upload_base_rows", "upload_cleared_draft_rows": "upload_draft_rows"}
+    return [cleared.get(step.name, step.name) for step in steps]
 
 
 def up_to(steps, number):
@@ -142,16 +146,19 @@ def test_a_device_error_leads_to_the_failure_state_and_is_raised_again(row, numb
     assert step.work_ended != "by_runtime_sync"
     if not any(is_drain(one) for one in (*before, *after)):
         assert step.work_ended is None
-    assert "publish" not in run.log
+    published = [name for name in run.log if name in PUBLISHING]
+    assert published == [step.name for step in before if is_publishing(step)]
     assert "withhold" not in run.log
 
 
 @pytest.mark.parametrize(("row", "number"), cases(is_action))
 def test_after_a_device_error_nothing_was_freed_without_proof(row, number, make_call):
-    """Pages of the request stay; the joiner's go back only after the drain of its way out."""
+    """Pages of the request stay; the joiner's go back only after the drain of its way out.
+
+    Reserved snapshot slots stay too: the copies before the one that failed may still be writing them.
+    """
     log = Run(row, make_call, {number: device_error()}).log
-    assert "release" not in log
-    assert "retire" not in log
+    assert not {"release", "retire", "retire_reservations"} & set(log)
     if "release_joiner" in log:
         assert "drain" in log[: log.index("release_joiner")]
 
@@ -186,6 +193,21 @@ def test_a_failed_clearing_upload_is_reported_and_keeps_nothing(row, number, mak
     assert {"release", "release_joiner"} & set(run.log)
 
 
+@pytest.mark.parametrize(
+    "row", [row for row in REQUEST.rows if sum(map(is_clearing, row.transition.steps)) > 1], ids=lambda row: row.number
+)
+def test_both_clearing_uploads_may_fail(row, make_call):
+    """The draft's rows are tried although those of the base failed, and the pages of both go back."""
+    item = row.transition
+    errors = {number: device_error(step.name) for number, step in enumerate(own_steps(item.steps)) if is_clearing(step)}
+    run = Run(row, make_call, errors)
+    assert (run.raised, run.ending, run.state) == (None, Ending.DONE, item.target)
+    assert [error.verb for error in run.call.clearing_errors] == ["upload_cleared_rows", "upload_cleared_draft_rows"]
+    assert run.log == verbs((*item.steps, *entry(item.target)))
+    assert "release" in run.step.ran
+    assert not {"upload_cleared_rows", "upload_cleared_draft_rows"} & set(run.step.ran)
+
+
 @pytest.mark.parametrize(("row", "number"), cases(is_clearing))
 @pytest.mark.parametrize("bug", [AssertionError("bug"), KeyboardInterrupt()], ids=["bug", "interrupt"])
 def test_only_device_errors_of_a_clearing_upload_are_tolerated(row, number, bug, make_call):
@@ -215,7 +237,7 @@ def test_a_failed_drain_withholds_everything(row, number, interrupt, make_call):
     assert run.log == verbs((*before, drain, *entry(item.on_drain_failure)))
     after = run.log[run.log.index("drain") + 1 :]
     assert not DEVICE_VERBS & set(after)
-    assert not {"release", "release_joiner", "retire", "unbind_rows", "unbind_joiner"} & set(after)
+    assert not (FREEING | PUBLISHING | {"unbind_rows", "unbind_joiner"}) & set(after)
     assert "coordinator.drain_failed" in after
     assert "withhold" in after
     step = run.step
@@ -251,18 +273,116 @@ def test_a_later_shutdown_may_succeed(state, make_call):
 )
 @pytest.mark.parametrize(("row", "number"), cases(is_publishing))
 def test_a_failed_publication_leads_to_its_state_and_is_raised_again(row, number, error, make_call):
-    """The advances are applied and stay; the device is as quiet as after a publication that went well."""
+    """The advances are applied and stay; the device is as quiet as after a publication that went well.
+
+    What was to follow (a mapping, a way out) does not: pages go back, and are mapped, only once the endpoint is told.
+    Reservations of captures go back all the same; their copies have ended, and nobody will publish them any more.
+    """
     item = row.transition
     run = Run(row, make_call, {number: error})
-    before = up_to(item.steps, number)
+    before, failing = up_to(item.steps, number), own_steps(item.steps)[number]
+    after = (*item.publish_failure_steps, *entry(item.on_publish_failure))
     assert run.raised is error
-    assert run.state == item.on_publish_failure == item.target
-    assert run.log == verbs((*before, own_steps(item.steps)[number], *entry(item.on_publish_failure)))
-    assert "apply_advances" in run.log
+    assert run.state == item.on_publish_failure
+    assert run.log == verbs((*before, failing, *after))
     step = run.step
-    assert (step.outcome, step.failed, step.target) == ("publish_failed", "publish", item.on_publish_failure)
-    assert step.ran == tuple(one.name for one in (*before, *entry(item.on_publish_failure)))
-    assert step.work_ended == "by_runtime_sync"
+    assert (step.outcome, step.failed, step.target) == ("publish_failed", failing.name, item.on_publish_failure)
+    assert step.ran == tuple(one.name for one in (*before, *after))
+    if not any(map(is_drain, before)):
+        assert step.work_ended == item.work_ended
+    told = run.log[run.log.index(failing.name) + 1 :]
+    assert not (DEVICE_VERBS | PUBLISHING | {"drain", "release", "retire", "release_joiner", "withhold"}) & set(told)
+
+
+@pytest.mark.parametrize(
+    ("row", "number"), [param for param in cases(is_publishing) if any(map(is_drain, param.values[0].transition.steps))]
+)
+def test_work_that_was_drained_before_a_failed_publication_is_recorded_as_drained(row, number, make_call):
+    """The drain went well, and the request is where nothing is outstanding because of it; the trace has to say so."""
+    run = Run(row, make_call, {number: ValueError("full")})
+    assert "drain" in run.step.ran
+    assert run.step.work_ended == "drained"
+
+
+@pytest.mark.parametrize(("row", "number"), cases(is_publishing))
+def test_a_failed_publication_ends_as_the_kind_of_the_step_says(row, number, make_call):
+    """An endpoint of this step: the step has ended, as if published. A frozen one: it is still owed."""
+    item = row.transition
+    run = Run(row, make_call, {number: ValueError("full")})
+    if own_steps(item.steps)[number].name == "publish":
+        assert run.state == item.target
+        assert ("apply_advances" in run.log) != (item.event == "publish_mtp_endpoint")
+    else:
+        assert run.state.endswith("_frozen")
+        assert not REQUEST.by_state[run.state].outstanding, "it was drained, or had nothing outstanding"
+        retry = make_call(REQUEST)
+        assert run.runner.fire(run.subject, "finish", retry) is Ending.DONE
+        assert retry.log[0] == "publish_frozen"
+        assert run.subject.state == "released"
+
+
+@pytest.mark.parametrize(("row", "number"), cases(is_publishing))
+def test_after_a_failed_publication_the_request_can_still_end(row, number, make_call):
+    run = Run(row, make_call, {number: ValueError("full")})
+    call = make_call(REQUEST)
+    assert run.runner.fire(run.subject, "drop", call) is Ending.DONE
+    assert (call.log[0] == "drain") == REQUEST.by_state[run.state].outstanding
+    assert not PUBLISHING & set(call.log)
+    assert run.subject.state == "released"
+
+
+AFTER_PUBLISHING = [param for param in cases(is_publishing) if param.values[0].transition.publish_failure_steps]
+
+
+@pytest.mark.parametrize("bug", [AssertionError("bug"), KeyboardInterrupt()], ids=["bug", "interrupt"])
+@pytest.mark.parametrize(("row", "number"), AFTER_PUBLISHING)
+def test_a_bug_after_a_failed_publication_is_not_caught(row, number, bug, make_call):
+    """The reservations may not have gone back, so the end of life has to drain before it releases them."""
+    run = Run(row, make_call, {number: ValueError("full"), number + 1: bug})
+    assert run.log[-1] == "retire_reservations"
+    assert run.raised is bug
+    assert REQUEST.by_state[run.state].outstanding
+    call = make_call(REQUEST)
+    assert run.runner.fire(run.subject, "drop", call) is Ending.DONE
+    assert call.log[0] == "drain"
+
+
+# ---- several kinds in one row ----------------------------------------------
+
+
+def test_rows_with_several_kinds_of_failure_are_among_the_cases():
+    """The loops above would pass without them; these are the rows whose failures are easiest to mix up."""
+    kinds = {}
+    for row in REQUEST.transitions:
+        ends = {"DE": row.on_failure, "drain": row.on_drain_failure, "publish": row.on_publish_failure}
+        found = frozenset(kind for kind, end in ends.items() if end is not None)
+        kinds.setdefault(found, set()).add((row.source, row.event))
+    assert kinds[frozenset({"DE", "drain", "publish"})] == {
+        ("prefilling", "publish_mtp_endpoint"),
+        ("decoding", "complete_decode_step"),
+        ("prefill_frozen", "begin_batch_compaction"),
+    }
+    assert kinds[frozenset({"DE", "publish"})] == {("settled_frozen", "begin_batch_compaction")}
+    assert kinds[frozenset({"drain", "publish"})] == {
+        (f"{state}_frozen", "finish")
+        for state in ("prefill", "decoding", "decode_retry", "finishing_prefill", "finishing_retry")
+    }
+    assert kinds[frozenset({"DE", "drain"})] == {
+        ("settled", "admit_sequence"), ("seating", "admit_sequence"), ("compacting", "compact_batch"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "number"), cases(is_drain))
+def test_of_two_failures_in_one_row_only_the_first_happens(row, number, make_call):
+    """The drain fails and everything after it would fail too: nothing after it is asked, so it alone counts."""
+    busy = DrainResult(ok=False)
+    alone = Run(row, make_call, {number: busy})
+    done = number + 1 + len(own_steps(entry(row.transition.on_drain_failure)))
+    both = Run(row, make_call, {number: busy, **dict.fromkeys(range(done, done + 20), device_error())})
+    assert both.raised is None
+    assert both.log == alone.log
+    assert (both.state, both.step) == (alone.state, alone.step)
+    assert both.call.clearing_errors == []
 
 
 # ---- failures while a joiner leaves ---------------------------------------
@@ -276,7 +396,8 @@ def way_out(row, number, name):
 
 def test_only_admit_sequence_has_something_left_to_do_after_a_device_error():
     assert {row.event for row in REQUEST.transitions if row.failure_steps} == {"admit_sequence"}
-    assert len(ROWS_WITH_FAILURE_STEPS) == 6  # two sources, a view that is current (one action) or not (two)
+    # Two sources; a view that is current (one action) or not (two more, for the base and for the draft).
+    assert len(ROWS_WITH_FAILURE_STEPS) == 8
 
 
 @pytest.mark.parametrize("interrupt", [None, KeyboardInterrupt()], ids=["busy", "interrupt"])
@@ -325,6 +446,15 @@ def test_a_bug_while_a_joiner_leaves_is_not_caught(row, number, name, make_call)
     assert call.log[0] == "drain"
 
 
+@pytest.mark.parametrize(("row", "number"), ROWS_WITH_FAILURE_STEPS)
+def test_a_bug_while_a_joiner_leaves_is_recorded_where_it_left_the_request(row, number, make_call):
+    """C108: the request went from settled to seating, so the trace has to hold that step."""
+    bug = AssertionError("bug")
+    run = Run(row, make_call, {number: device_error(), way_out(row, number, "release_joiner"): bug})
+    assert (run.raised, run.state) == (bug, "seating")
+    assert [(step.source, step.target) for step in run.steps] == [(row.transition.source, "seating")]
+
+
 # ---- anything else is a bug ------------------------------------------------
 
 
@@ -355,9 +485,12 @@ def test_what_is_no_device_error_is_not_caught(row, number, bug, make_call):
 def test_an_interrupt_while_publishing_ends_the_step_and_propagates(row, number, make_call):
     """C105. The advances are applied already, so the step has ended; repeating it would be refused."""
     interrupt = KeyboardInterrupt()
+    item = row.transition
     run = Run(row, make_call, {number: interrupt})
     assert run.raised is interrupt
-    assert run.state == row.transition.on_publish_failure
+    assert run.state == item.on_publish_failure
+    ran = (*up_to(item.steps, number), own_steps(item.steps)[number])
+    assert run.log == verbs((*ran, *item.publish_failure_steps, *entry(item.on_publish_failure)))
 
 
 @pytest.mark.parametrize(
@@ -374,6 +507,11 @@ def test_whatever_interrupts_a_row_that_used_the_device_the_end_of_life_drains(r
         if actions:
             drained = "drain" in run.log
             assert REQUEST.by_state[run.state].outstanding or drained, f"number {number}, after {actions[-1]}"
+        if "drain" in run.log:
+            # An action after the drain is new work: a mapping copy behind a frozen endpoint.
+            late = [step.name for step in up_to(row.transition.steps, number) if is_action(step)]
+            late = [name for name in late if name in run.log[run.log.index("drain") :]]
+            assert not late or REQUEST.by_state[run.state].outstanding
 
 
 # ---- a row is run the same way whatever surrounds it -----------------------
@@ -381,6 +519,16 @@ def test_whatever_interrupts_a_row_that_used_the_device_the_end_of_life_drains(r
 KINDS = {
     "device action": (DeviceAction("send", lambda call: call.do("copy_mapping")), {"on_failure": "hurt"}),
     "publishing": (HostStep("tell", lambda call: call.do("publish"), publishes=True), {"on_publish_failure": "hurt"}),
+    "publishing, with steps left to do": (
+        HostStep("tell", lambda call: call.do("publish"), publishes=True),
+        {
+            "on_publish_failure": "hurt",
+            "publish_failure_steps": (
+                HostStep("idle", lambda call: False),
+                HostStep("tidy", lambda call: call.do("release")),
+            ),
+        },
+    ),
     "drain": (Drain("wait", lambda call: call.do("drain")), {"on_drain_failure": "hurt"}),
 }
 
@@ -408,4 +556,5 @@ def test_the_smallest_row_that_can_fail_takes_its_failure_state(kind, hot, way, 
     assert raised is (None if kind == "drain" else error)
     assert subject.state == "hurt"
     (recorded,) = recorder.steps
-    assert (recorded.target, recorded.failed, recorded.ran) == ("hurt", step.name, ())
+    ran = tuple(one.name for one in failure.get("publish_failure_steps", ()) if one.name != "idle")
+    assert (recorded.target, recorded.failed, recorded.ran) == ("hurt", step.name, ran)

@@ -19,20 +19,23 @@ from context_cache.machines import (
     ALL_MACHINES,
     EXECUTION,
     REQUEST,
-    SEQUENCE,
     VIEW,
     Couple,
     DeviceAction,
     Ending,
     EventRefused,
+    HostStep,
     LifecycleError,
     ListRecorder,
+    MachineSpec,
     Runner,
+    State,
     Subject,
+    Transition,
 )
 
-# A step and the verb behind it have one name, but for this pair.
-VERBS = {"upload_cleared_rows": "upload_base_rows"}
+# A step and the verb behind it have one name, but for these pairs.
+VERBS = {"upload_cleared_rows": "upload_base_rows", "upload_cleared_draft_rows": "upload_draft_rows"}
 
 UNDECLARED = [
     pytest.param(spec, state, event, id=f"{spec.name}-{state}-{event}")
@@ -115,15 +118,16 @@ def test_an_event_that_no_machine_knows_is_refused(spec, make_call):
 
 
 def test_a_refusal_by_guards_names_each_guard_that_said_no(make_call):
-    recorder, call = ListRecorder(), make_call(REQUEST, {"plain_checkpoint": True})
-    subject = Subject("r1", "prefilling")
+    facts = {"growth_possible": False, "view_current": True, "only_sequence": True}
+    recorder, call = ListRecorder(), make_call(REQUEST, facts)
+    subject = Subject("r1", "seating")
     with pytest.raises(EventRefused) as caught:
-        Runner(REQUEST, recorder).fire(subject, "enqueue_prefill_captures", call)
-    assert caught.value.refused_by == ("not plain_checkpoint",)
-    assert " because of not plain_checkpoint (accepted: " in str(caught.value)
-    assert (subject.state, call.log) == ("prefilling", [])
+        Runner(REQUEST, recorder).fire(subject, "prepare_decode_step", call)
+    assert caught.value.refused_by == ("growth_possible", "not view_current", "not only_sequence")
+    assert " because of growth_possible, not view_current, not only_sequence (accepted: " in str(caught.value)
+    assert (subject.state, call.log) == ("seating", [])
     (step,) = recorder.steps
-    assert (step.outcome, step.guards, step.row) == ("refused", (("plain_checkpoint", True),), -1)
+    assert (step.outcome, step.guards, step.row) == ("refused", tuple(facts.items()), -1)
 
 
 def test_a_refusal_travels_as_a_value(make_call):
@@ -213,7 +217,7 @@ def test_hot_pairs_do_not_go_through_the_library_and_others_do(make_call, monkey
     assert not {row.event for row in REQUEST.transitions if row.hot} & set(asked)
 
 
-@pytest.mark.parametrize(("spec", "state", "event", "mask"), [p for p in OUTCOMES if p.values[0] is not SEQUENCE])
+@pytest.mark.parametrize(("spec", "state", "event", "mask"), [p for p in OUTCOMES if p.values[0].follows is None])
 def test_each_guard_is_looked_at_once_and_before_anything_runs(spec, state, event, mask, make_call):
     """A guard asked twice could answer twice differently, and one asked after a step would see its effects."""
     choice = spec.choices[state, event]
@@ -229,7 +233,7 @@ def test_each_guard_is_looked_at_once_and_before_anything_runs(spec, state, even
     assert seen in ([], [call.looked])
 
 
-@pytest.mark.parametrize(("spec", "state", "event", "mask"), [p for p in OUTCOMES if p.values[0] is not SEQUENCE])
+@pytest.mark.parametrize(("spec", "state", "event", "mask"), [p for p in OUTCOMES if p.values[0].follows is None])
 def test_a_question_changes_nothing(spec, state, event, mask, make_call):
     """C107: ``pick`` asked three times: the same answer, no verb, no step recorded, and guards alone were asked."""
     choice, recorder = spec.choices[state, event], ListRecorder()
@@ -263,11 +267,12 @@ def test_a_question_whose_guard_raises_changes_nothing(make_call):
 
 def test_a_device_action_that_enqueued_nothing_is_not_said_to_have_run(make_call):
     """Uploads of rows that are not dirty are no actions."""
-    recorder, call = ListRecorder(), make_call(REQUEST, idle={"upload_base_rows", "clear_resident_state"})
+    idle = {"upload_base_rows", "upload_draft_rows", "restore_partial"}
+    recorder, call = ListRecorder(), make_call(REQUEST, idle=idle)
     Runner(REQUEST, recorder).fire(Subject("r1", "admitted"), "prepare_prefill", call)
     Runner(REQUEST, recorder).fire(Subject("r1", "settled"), "finish", call)
-    assert "upload_base_rows" in call.log
-    assert "upload_base_rows" not in recorder.steps[0].ran
+    assert idle < set(call.log)
+    assert not idle & set(recorder.steps[0].ran)
     assert recorder.steps[1].ran == ("unbind_rows", "release", "execution.give_back", "view.forget")
 
 
@@ -276,21 +281,79 @@ def test_a_coupling_that_no_machine_takes_is_skipped(make_call):
     call = make_call(REQUEST, refuses={"execution.take", "view.start_lengths"})
     Runner(REQUEST, recorder).fire(Subject("r1", "admitted"), "prepare_prefill", call)
     assert call.log[0] == "execution.take"
-    assert recorder.steps[0].ran == ("bind_rows", "upload_base_rows", "reset_base_lengths", "view.claim")
+    ran = [name for name in call.log if name not in call.refuses]
+    assert recorder.steps[0].ran == tuple(ran)
+    assert {"view.claim", "bind_rows"} < set(ran)
 
 
 def test_verbs_get_what_their_call_planned(make_call):
-    call, facts = make_call(REQUEST), {"survivors_remain": True, "joiner_waits": False, "view_current": False}
-    call.facts.update(facts)
+    facts = {"survivors_remain": True, "joiner_waits": False, "view_current": False, "captures_planned": True}
+    call = make_call(REQUEST, facts)
     for state, event in (
-        ("admitted", "prepare_prefill"), ("settled", "begin_batch_compaction"), ("compacting", "compact_batch"),
+        ("admitted", "prepare_prefill"), ("prefilling", "publish_mtp_endpoint"), ("prefilling", "restore_mtp_boundary"),
+        ("settled", "begin_batch_compaction"), ("compacting", "compact_batch"),
     ):  # fmt: skip
         Runner(REQUEST).fire(Subject("r1", state), event, call)
-    assert call.arguments["reset_base_lengths"] == (call.lengths,)
-    assert call.arguments["install_base_lengths"] == (call.lengths,)
-    assert call.arguments["copy_mapping"] == (call.mapping, call.mapping_tensor)
+
+    def got(verb, *wanted):
+        assert len(call.arguments[verb]) == len(wanted)
+        return all(one is other for one, other in zip(call.arguments[verb], wanted, strict=True))
+
+    assert got("reset_base_lengths", call.lengths)
+    assert got("reset_draft_lengths", call.draft_lengths)
+    assert got("install_base_lengths", call.lengths)
+    assert got("install_draft_lengths", call.draft_lengths)
+    assert got("copy_mapping", call.mapping, call.mapping_tensor)
     assert call.arguments["compact_base_lengths"] == (call.mapping_tensor, 3, 2)
-    assert call.arguments["clear_resident_state"] == ((4,),)
+    assert call.arguments["compact_draft_lengths"] == (call.mapping_tensor, 3, 2)
+    assert got("clear_resident_state", call.retired_residents)
+    for verb in ("zero_recurrent", "restore_recurrent", "restore_partial"):
+        assert got(verb, call.restores)
+    for verb in ("capture_recurrent", "capture_partial"):
+        assert got(verb, call.captures)
+    for verb in ("capture_hidden", "restore_hidden"):
+        assert got(verb, call.hidden)
+
+
+@pytest.mark.parametrize(("state", "event", "mask"), [p.values[1:] for p in OUTCOMES if p.values[0] is REQUEST])
+def test_an_unpaired_request_does_the_same_without_the_draft(state, event, mask, make_call):
+    """Its deployment may have no draft tables at all: not one draft action may reach the device, nor its record."""
+    choice, ends = REQUEST.choices[state, event], []
+    if choice.rows[mask] is None:
+        return
+    for paired in (True, False):
+        recorder, subject = ListRecorder(), Subject("r1", state)
+        call = make_call(REQUEST, dict(choice.outcomes[mask]), paired=paired)
+        assert Runner(REQUEST, recorder).fire(subject, event, call) is Ending.DONE
+        ends.append((subject.state, call.log, recorder.steps[0].ran))
+    (paired_end, paired_log, paired_ran), (end, log, ran) = ends
+    assert end == paired_end
+    assert log == [verb for verb in paired_log if "draft" not in verb]
+    assert ran == tuple(name for name in paired_ran if "draft" not in name)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "unrecorded"])
+@pytest.mark.parametrize("way", ["fire", "offer"])
+@pytest.mark.parametrize("hot", [False, True], ids=["cold", "hot"])
+@pytest.mark.parametrize(
+    "entered", [(), (Couple("view", "forget"),)], ids=["host steps only", "a coupling on entering"]
+)
+def test_a_host_step_that_had_nothing_to_do_is_not_said_to_have_run(entered, hot, way, recorded, make_call):
+    """It returns False. True and None are the same answer: it did its work."""
+    steps = (
+        HostStep("idle", lambda call: False), HostStep("busy", lambda call: True), HostStep("plain", lambda call: None),
+    )  # fmt: skip
+    spec = MachineSpec(
+        name="small",
+        initial="before",
+        states=(State("before", "not yet"), State("after", "done", final=True, on_enter=entered)),
+        transitions=(Transition(event="go", source="before", target="after", steps=steps, hot=hot),),
+    )
+    recorder, subject = ListRecorder(), Subject("s1", "before")
+    assert getattr(Runner(spec, recorder if recorded else None), way)(subject, "go", make_call(spec))
+    assert subject.state == "after"
+    ran = ("busy", "plain", *(couple.name for couple in entered))
+    assert [step.ran for step in recorder.steps] == ([ran] if recorded else [])
 
 
 @pytest.mark.parametrize(("state", "event", "mask"), [p.values[1:] for p in OUTCOMES if p.values[0] is REQUEST])
@@ -336,12 +399,13 @@ def test_an_event_from_inside_a_row_of_the_same_subject_is_refused(state, event,
             getattr(runner, way)(subject, inner, make_call(REQUEST))
         refusals.append(caught.value)
 
-    call = make_call(REQUEST, {"joiner_waits": False}, {number: ask})
+    facts = {"captures_planned": False, "joiner_waits": False}
+    call = make_call(REQUEST, facts, {number: ask})
     assert runner.fire(subject, event, call) is Ending.DONE
     assert len(refusals) == 1
     assert not isinstance(refusals[0], EventRefused)
     assert [step.event for step in recorder.steps] == [event]
-    (target,) = {row.target for _, row in rows_that_want(REQUEST, state, event, {"joiner_waits": False})}
+    (target,) = {row.target for _, row in rows_that_want(REQUEST, state, event, facts)}
     assert subject.state == target
     assert recorder.steps[0].target == target
 
@@ -465,9 +529,9 @@ def test_subjects_are_compared_by_identity():
 LIFE = (
     ("begin_request", {}),
     ("prepare_prefill", {}),
-    ("finalize_prefill", {}),
+    ("finalize_prefill", {"frozen_policy": False}),
     ("prepare_decode_step", {"growth_possible": True, "view_current": True, "only_sequence": False}),
-    ("complete_decode_step", {"joiner_waits": False}),
+    ("complete_decode_step", {"captures_planned": False, "joiner_waits": False}),
     ("finish", {}),
 )
 

@@ -191,8 +191,29 @@ OTHER_LIT = Guard("lit", lambda call: not call)
             {"steps": (SEND,), "on_failure": "off", "failure_steps": (HostStep("wipe", lambda call: None),)},
             {"steps": (WIPE,)},
         ),
+        (
+            {"steps": (SHOUT,), "on_publish_failure": "off", "publish_failure_steps": (WRITE,)},
+            {"steps": (HostStep("write", lambda call: None),)},
+        ),
+        (
+            {"steps": (WRITE,)},
+            {
+                "steps": (SHOUT,),
+                "on_publish_failure": "on",
+                "publish_failure_steps": (HostStep("write", lambda call: None),),
+            },
+        ),
     ],
-    ids=["guards", "negated guard", "host steps", "kinds of step", "step and guard", "failure step"],
+    ids=[
+        "guards",
+        "negated guard",
+        "host steps",
+        "kinds of step",
+        "step and guard",
+        "failure step",
+        "publish failure step first",
+        "publish failure step second",
+    ],
 )
 def test_a_name_with_two_meanings_is_refused(first, second):
     """A trace names guards and steps; a name with two meanings would make it lie."""
@@ -232,6 +253,22 @@ def test_a_name_with_two_meanings_is_refused_in_on_enter_too():
         ({"steps": (WRITE,), "on_publish_failure": "on"}, ("on_publish_failure='on'", "drop it")),
         ({"steps": (WRITE,), "failure_steps": (WRITE,)}, ("failure_steps but no on_failure", "drop the steps")),
         (
+            {"steps": (WRITE,), "publish_failure_steps": (WRITE,)},
+            ("publish_failure_steps but no on_publish_failure", "name the state"),
+        ),
+        (
+            {"steps": (SEND,), "on_failure": "off", "publish_failure_steps": (WRITE,)},
+            ("publish_failure_steps but no on_publish_failure", "name the state"),
+        ),
+        (
+            {"steps": (WRITE,), "on_publish_failure": "off", "publish_failure_steps": (WRITE,)},
+            ("on_publish_failure='off'", "not a publishing step", "drop it"),
+        ),
+        (
+            {"steps": (WRITE,), "on_publish_failure": "off", "publish_failure_steps": (SHOUT,)},
+            ("on_publish_failure='off'", "not a publishing step", "drop it"),
+        ),
+        (
             {"steps": (SEND,), "on_failure": "off", "failure_steps": (WAIT,)},
             ("has a drain but no on_drain_failure", "say where"),
         ),
@@ -239,7 +276,9 @@ def test_a_name_with_two_meanings_is_refused_in_on_enter_too():
     ids=[
         "device action without a state", "drain without a state", "publishing without a state", "state without steps",
         "host step cannot fail", "drain is no device action", "clearing upload is tolerated", "no drain",
-        "step does not publish", "failure steps without on_failure", "drain among the failure steps",
+        "step does not publish", "failure steps without on_failure", "publish failure steps without a state",
+        "publish failure steps with another's state", "publish failure steps without publishing",
+        "only a publish failure step publishes", "drain among the failure steps",
     ],
 )  # fmt: skip
 def test_failure_states_and_steps_that_can_fail_belong_together(fields, words):
@@ -268,10 +307,34 @@ def test_a_failure_step_that_can_fail_again_is_refused(fields):
     )  # fmt: skip
 
 
+def test_steps_after_a_failed_publication_are_accepted():
+    row = go(steps=(SHOUT,), on_publish_failure="off", publish_failure_steps=(WRITE,))
+    assert [name for _, _, name in lamp(row, END).rows[0].publish_failure_plan] == ["write"]
+
+
+def test_publishing_again_after_publishing_failed_is_refused():
+    refused(
+        "off --go--> on", "after publishing failed", "cannot",
+        build=lambda: lamp(go(steps=(SHOUT,), on_publish_failure="off", publish_failure_steps=(WRITE, SHOUT)), END),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [SEND, WIPE, WAIT], ids=lambda step: step.name)
+def test_device_work_after_a_failed_publication_is_refused(step):
+    """It could fail again without a state to go to; a drain would even wait. The field is for host steps."""
+    refused(
+        "off --go--> on", repr(step.name),
+        build=lambda: lamp(go(steps=(SHOUT,), on_publish_failure="off", publish_failure_steps=(step,)), END),
+    )  # fmt: skip
+
+
 # ---- machines that follow another -----------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{"steps": (WRITE,)}, {"failure_steps": (WRITE,)}, {"steps": (TELL,)}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"steps": (WRITE,)}, {"failure_steps": (WRITE,)}, {"publish_failure_steps": (WRITE,)}, {"steps": (TELL,)}],
+)
 def test_a_row_with_steps_is_refused_in_a_machine_that_only_follows(fields):
     refused(
         "off --go--> on", "lamp only follows switch", "drop them",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from context_cache.backends.base import DeviceError
+from context_cache.backends.base import DeviceError, DrainResult
 from context_cache.machines import (
     ALL_MACHINES,
     REQUEST,
@@ -85,7 +85,7 @@ def test_a_step_reads_as_a_row(step, text):
 
 
 def life(scripted_call) -> tuple[list[Step], list[BaseException]]:
-    """A life with everything that is recorded: done, refused twice, failed, drain failed, publish failed."""
+    """A life with all that is recorded: done, refused (by state, by guards), failed, publish failed, drain failed."""
     recorder, errors = ListRecorder(), []
     runner, subject = Runner(REQUEST, recorder), Subject("r1", "new")
     decode = {"growth_possible": True, "view_current": True, "only_sequence": False}
@@ -94,11 +94,13 @@ def life(scripted_call) -> tuple[list[Step], list[BaseException]]:
         ("finalize_prefill", {}, {}),
         ("prepare_prefill", {}, {}),
         ("enqueue_prefill_captures", {"plain_checkpoint": True}, {}),
-        ("finalize_prefill", {}, {1: ValueError("full")}),
+        ("finalize_prefill", {"frozen_policy": False}, {2: ValueError("full")}),
+        ("admit_sequence", {"view_current": True}, {}),
+        ("prepare_decode_step", decode | {"growth_possible": False, "only_sequence": True}, {}),
         ("prepare_decode_step", decode, {1: DeviceError("upload_rows", "s", "fault")}),
         ("prepare_decode_step", decode, {}),
-        ("complete_decode_step", {"joiner_waits": False}, {}),
-        ("finish", {}, {}),
+        ("complete_decode_step", {"captures_planned": True, "joiner_waits": False}, {5: DrainResult(ok=False)}),
+        ("shutdown", {}, {}),
     ):
         try:
             runner.fire(subject, event, scripted_call(facts, script))
@@ -113,7 +115,8 @@ def test_two_runs_of_one_script_are_equal_and_show_no_object_ids(scripted_call):
     assert compare_steps(one, other) is None
     assert repr(one) == repr(other)
     assert [step.outcome for step in one] == [
-        "done", "refused", "done", "refused", "publish_failed", "failed", "done", "done", "done",
+        "done", "refused", "done", "done", "publish_failed", "done", "refused", "failed", "done", "drain_failed",
+        "done",
     ]  # fmt: skip
     for text in (repr(one), *map(str, one), *map(str, errors), *map(repr, errors)):
         assert " at 0x" not in text

@@ -1,7 +1,8 @@
 """The tables say what the written rules say. The rows below are the rules, written down a second time, in their words.
 
-One paragraph for each row of the request's table, for the attention-only flavour: no draft, no checkpoint, no frozen
-endpoint. A change of a table that is not made here too fails, in both directions.
+One paragraph for each row of the request's table. Actions for the draft stand where they are taken for a paired
+request; ``test_runner`` shows that any other skips them. A change of a table that is not made here too fails, in both
+directions.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import pytest
 
 from context_cache.machines import (
     ALL_MACHINES,
+    CAPTURE,
+    CAPTURE_CODES,
     COORDINATOR,
     EXECUTION,
     REQUEST,
@@ -31,58 +34,104 @@ WORDS = {
     "bind rows": "bind_rows",
     "bind row": "bind_joiner",
     "upload base rows": "upload_base_rows",
+    "upload draft rows": "upload_draft_rows",
+    "restore or zero": "zero_recurrent, restore_recurrent, restore_partial",
     "reset base lengths": "reset_base_lengths",
-    "install lengths": "install_base_lengths",
+    "reset draft lengths": "reset_draft_lengths",
+    "install base lengths": "install_base_lengths",
+    "install draft lengths": "install_draft_lengths",
     "compact base lengths": "compact_base_lengths",
+    "compact draft lengths": "compact_draft_lengths",
+    "captures": "stage_captures, capture_recurrent, capture_partial, mark_captured",
+    "captures with hidden row": "stage_captures, capture_recurrent, capture_partial, capture_hidden, mark_captured",
+    "copy hidden row": "restore_hidden",
     "apply advances": "apply_advances",
+    "release hit pins": "release_hit_pins",
+    "freeze": "freeze",
     "publish": "publish",
+    "publish frozen": "publish_frozen",
+    "publish frozen and completed": "publish",
+    "retire reservations": "retire_reservations",
     "grow, set rows": "grow",
     "mapping copy": "copy_mapping",
-    "clear retired base rows": "unbind_retired",
+    "clear retired rows": "unbind_retired",
     "clear retired resident state": "clear_resident_state",
     "permute order, release retired": "retire",
     "drain": "drain",
     "clear row": "unbind_joiner",
     "clear bound rows": "unbind_rows",
     "upload cleared rows": "upload_cleared_rows",
+    "upload cleared draft rows": "upload_cleared_draft_rows",
     "release the joiner": "release_joiner",
     "release": "release",
 }
 
-WAY_OUT = "clear bound rows; upload cleared rows; release"
+WAY_OUT = "clear bound rows; upload cleared rows; upload cleared draft rows; release"
 JOINER_LEAVES = "drain; clear row; upload cleared rows; release the joiner"
+INSTALL = "install base lengths; install draft lengths"
+GROWS = "grow, set rows; upload base rows; upload draft rows"
 COMPACTS = (
-    "clear retired base rows; upload base rows; compact base lengths; clear retired resident state; drain; "
-    "permute order, release retired"
+    "clear retired rows; upload base rows; upload draft rows; compact base lengths; compact draft lengths; "
+    "clear retired resident state; drain; permute order, release retired"
 )
+OWING = "prefill_frozen decoding_frozen decode_retry_frozen finishing_prefill_frozen finishing_retry_frozen"
 
-# states | event | guards | steps | next | on failure. "same" is the state that the row comes from.
+# states | event | guards | steps | next | on failure. "same" is the state that the row comes from, "retired" says that
+# reservations are retired after a failed publication.
 ROWS = f"""
 new | begin_request | | acquire all | admitted |
-admitted | prepare_prefill | | bind rows; upload base rows; reset base lengths | prefilling | DE: broken
+admitted | prepare_prefill | | bind rows; upload base rows; upload draft rows; restore or zero; reset base lengths;
+    reset draft lengths | prefilling | DE: broken
+prefilling | enqueue_prefill_captures | plain_checkpoint | captures | prefilling | DE: broken
 prefilling | enqueue_prefill_captures | not plain_checkpoint | | prefilling |
-prefilling | finalize_prefill | | apply advances; publish | settled | publish: settled
+prefilling | publish_mtp_endpoint | captures_planned | captures with hidden row; drain; publish; retire reservations
+    | prefilling | DE: broken, drain: quarantined, publish: prefilling, retired
+prefilling | publish_mtp_endpoint | not captures_planned | | prefilling |
+prefilling | restore_mtp_boundary | | copy hidden row | prefilling | DE: prefilling
+prefilling | finalize_prefill | not frozen_policy | apply advances; release hit pins; publish; retire reservations
+    | settled | publish: settled, retired
+prefilling | finalize_prefill | frozen_policy | apply advances; freeze | prefill_frozen |
 
 settled seating | admit_sequence | view_current | bind row; upload base rows | seating | DE: same, drain: quarantined
-settled seating | admit_sequence | not view_current | install lengths; bind row; upload base rows | seating
+settled seating | admit_sequence | not view_current | {INSTALL}; bind row; upload base rows | seating
     | DE: same, drain: quarantined
 seating | finalize_sequence_admission | not joiner_waits | apply advances; publish | settled | publish: settled
 seating | finalize_sequence_admission | joiner_waits | apply advances; publish | seating | publish: seating
 seating | retract_sequence_admission | not joiner_waits | {JOINER_LEAVES} | settled | drain: quarantined
 seating | retract_sequence_admission | joiner_waits | {JOINER_LEAVES} | seating | drain: quarantined
 
-settled seating decode_retry | prepare_decode_step | growth_possible, view_current | grow, set rows; upload base rows
+settled seating decode_retry | prepare_decode_step | growth_possible, view_current | {GROWS}
     | decoding | DE: decode_retry
 settled seating decode_retry | prepare_decode_step | growth_possible, not view_current
-    | install lengths; grow, set rows; upload base rows | decoding | DE: decode_retry
-settled seating decode_retry | prepare_decode_step | not growth_possible, not only_sequence | | same |
+    | {INSTALL}; {GROWS} | decoding | DE: decode_retry
+prefill_frozen | prepare_decode_step | growth_possible | {GROWS} | decoding_frozen | DE: decode_retry_frozen
+settled_frozen | prepare_decode_step | growth_possible | {INSTALL}; {GROWS}
+    | decoding_frozen | DE: decode_retry_frozen
+decode_retry_frozen | prepare_decode_step | growth_possible, view_current | {GROWS}
+    | decoding_frozen | DE: decode_retry_frozen
+decode_retry_frozen | prepare_decode_step | growth_possible, not view_current
+    | {INSTALL}; {GROWS} | decoding_frozen | DE: decode_retry_frozen
+settled seating prefill_frozen settled_frozen decode_retry decode_retry_frozen | prepare_decode_step
+    | not growth_possible, not only_sequence | | same |
 settled | prepare_decode_step | not growth_possible, only_sequence | | finishing |
+settled_frozen | prepare_decode_step | not growth_possible, only_sequence | | finishing_frozen |
+prefill_frozen | prepare_decode_step | not growth_possible, only_sequence | | finishing_prefill_frozen |
 decode_retry | prepare_decode_step | not growth_possible, only_sequence | | finishing_retry |
-decoding | complete_decode_step | not joiner_waits | apply advances; publish | settled | publish: settled
-decoding | complete_decode_step | joiner_waits | apply advances; publish | seating | publish: seating
+decode_retry_frozen | prepare_decode_step | not growth_possible, only_sequence | | finishing_retry_frozen |
+decoding | complete_decode_step | not captures_planned, not joiner_waits | apply advances; publish | settled
+    | publish: settled
+decoding | complete_decode_step | not captures_planned, joiner_waits | apply advances; publish | seating
+    | publish: seating
+decoding | complete_decode_step | captures_planned | apply advances; captures; drain; publish; retire reservations
+    | settled | DE: broken, drain: quarantined, publish: settled, retired
+decoding_frozen | complete_decode_step | | apply advances; publish frozen and completed | settled | publish: settled
 
 settled seating | begin_batch_compaction | view_current | mapping copy | compacting | DE: broken
-settled seating | begin_batch_compaction | not view_current | install lengths; mapping copy | compacting | DE: broken
+settled seating | begin_batch_compaction | not view_current | {INSTALL}; mapping copy | compacting | DE: broken
+prefill_frozen | begin_batch_compaction | | drain; publish frozen; mapping copy | compacting
+    | drain: quarantined, publish: settled_frozen, DE: broken
+settled_frozen | begin_batch_compaction | | publish frozen; {INSTALL}; mapping copy | compacting
+    | publish: settled_frozen, DE: broken
 compacting | compact_batch | survivors_remain, not joiner_waits | {COMPACTS} | settled
     | DE: broken, drain: quarantined
 compacting | compact_batch | survivors_remain, joiner_waits | {COMPACTS} | seating | DE: broken, drain: quarantined
@@ -92,6 +141,13 @@ admitted | finish drop | | release | released |
 settled finishing | finish drop | | {WAY_OUT} | released |
 prefilling seating decoding decode_retry compacting broken finishing_retry | finish drop | | drain; {WAY_OUT} | released
     | drain: quarantined
+settled_frozen finishing_frozen | finish | | publish frozen; {WAY_OUT} | released | publish: same
+settled_frozen finishing_frozen | drop | | {WAY_OUT} | released |
+prefill_frozen decoding_frozen decode_retry_frozen | finish | | drain; publish frozen; {WAY_OUT} | released
+    | drain: quarantined, publish: settled_frozen
+finishing_prefill_frozen finishing_retry_frozen | finish | | drain; publish frozen; {WAY_OUT} | released
+    | drain: quarantined, publish: finishing_frozen
+{OWING} | drop | | drain; {WAY_OUT} | released | drain: quarantined
 quarantined poisoned | shutdown | | drain; {WAY_OUT} | released | drain: poisoned
 """
 
@@ -105,20 +161,22 @@ class Rule(NamedTuple):
     steps: tuple[str, ...]
     target: str
     failures: frozenset[tuple[str, str]]
+    after_publishing: tuple[str, ...] = ()
 
 
 def named(steps: str) -> tuple[str, ...]:
-    return tuple(WORDS[words] for words in steps.split("; ") if words)
+    return tuple(step for words in steps.split("; ") if words for step in WORDS[words].split(", "))
 
 
 def rules(text: str) -> list[Rule]:
     found = []
-    for line in text.replace("\n    |", " |").strip().splitlines():
+    for line in text.replace("\n    ", " ").strip().splitlines():
         if not line:
             continue
         states, events, guards, steps, target, failures = (cell.strip() for cell in line.split("|"))
         for state in states.split():
-            ends = frozenset(tuple(end.split(": ")) for end in failures.replace("same", state).split(", ") if end)
+            ends = [end for end in failures.replace("same", state).split(", ") if end]
+            retired = "retired" in ends
             found += [
                 Rule(
                     state,
@@ -126,7 +184,8 @@ def rules(text: str) -> list[Rule]:
                     frozenset(filter(None, guards.split(", "))),
                     named(steps),
                     state if target == "same" else target,
-                    ends,
+                    frozenset(tuple(end.split(": ")) for end in ends if end != "retired"),
+                    ("retire_reservations",) if retired else (),
                 )
                 for event in events.split()
             ]
@@ -146,6 +205,7 @@ def in_words(row) -> Rule:
         tuple(step.name for step in row.steps if not isinstance(step, Couple)),
         row.target,
         failures_of(row),
+        tuple(step.name for step in row.publish_failure_steps),
     )
 
 
@@ -154,7 +214,7 @@ def couplings(steps) -> list[str]:
 
 
 def all_steps(row):
-    return (*row.steps, *row.failure_steps)
+    return (*row.steps, *row.failure_steps, *row.publish_failure_steps)
 
 
 # ---- the request -----------------------------------------------------------
@@ -179,14 +239,20 @@ def test_the_request_table_has_no_other_rows():
 PHASES = {
     "new": "new",
     "admitted": "admitted",
-    "executing": "prefilling settled seating decoding decode_retry compacting broken",
-    "finishing": "finishing finishing_retry",
+    "executing": (
+        "prefilling prefill_frozen settled settled_frozen seating decoding decoding_frozen decode_retry "
+        "decode_retry_frozen compacting broken"
+    ),
+    "finishing": "finishing finishing_frozen finishing_prefill_frozen finishing_retry finishing_retry_frozen",
     "quarantined": "quarantined",
     "poisoned": "poisoned",
     "released": "released",
 }
-OUTSTANDING = set("prefilling seating decoding decode_retry compacting broken finishing_retry".split())
-HOLDING = set("prefilling decoding decode_retry compacting".split())
+IDLE = set("new admitted settled settled_frozen finishing finishing_frozen released".split())
+HOLDING = set("prefilling prefill_frozen decoding decoding_frozen decode_retry decode_retry_frozen compacting".split())
+FROZEN = {f"{name}_frozen" for name in "prefill settled decoding decode_retry".split()} | {
+    f"finishing{name}_frozen" for name in ("", "_prefill", "_retry")
+}
 
 
 def test_states_and_their_phases():
@@ -198,7 +264,69 @@ def test_states_and_their_phases():
 
 def test_work_is_outstanding_in_every_state_but_the_idle_ones():
     """Withheld requests count as outstanding: their end drains too."""
-    assert {state.name for state in REQUEST.states if state.outstanding} == OUTSTANDING | {"quarantined", "poisoned"}
+    assert {state.name for state in REQUEST.states if not state.outstanding} == IDLE
+
+
+def test_a_frozen_endpoint_waits_in_the_states_that_say_so():
+    assert {state.name for state in REQUEST.states if state.name.endswith("frozen")} == FROZEN
+    for row in REQUEST.transitions:
+        if row.event == "finalize_prefill":
+            assert (row.target in FROZEN) == ("freeze" in [step.name for step in row.steps])
+        elif row.source not in FROZEN:
+            assert not set(row.ends) & FROZEN, f"{row} freezes an endpoint"
+
+
+def test_a_frozen_endpoint_is_published_or_dropped_when_the_duty_ends():
+    """By the first verification, by what comes instead of it, or not at all: only a drop forgets it."""
+    for row in REQUEST.transitions:
+        published = "publish_frozen" in [step.name for step in row.steps]
+        leaves = row.source in FROZEN and row.target not in FROZEN
+        assert published == (leaves and row.event not in ("drop", "complete_decode_step")), str(row)
+        if published:
+            names = [step.name for step in row.steps if not isinstance(step, Couple)]
+            before = ["drain"] if REQUEST.by_state[row.source].outstanding else []
+            assert names[: len(before) + 1] == [*before, "publish_frozen"], str(row)
+            assert row.on_publish_failure == (
+                "finishing_frozen" if row.source.startswith("finishing") else "settled_frozen"
+            )
+
+
+def test_a_frozen_state_does_what_the_state_of_its_name_does():
+    """Without joiners, captures and further prefill, that is; and an end drains in both or in neither."""
+    for name in FROZEN:
+        plain = name.removesuffix("_frozen").replace("finishing_prefill", "finishing_retry")
+        plain = "prefilling" if plain == "prefill" else plain
+        assert REQUEST.by_state[plain].outstanding == REQUEST.by_state[name].outstanding
+        assert REQUEST.by_state[plain].phase == REQUEST.by_state[name].phase
+        extra = {"prepare_decode_step", "begin_batch_compaction"} if plain == "prefilling" else set()
+        assert set(REQUEST.accepted(name)) <= set(REQUEST.accepted(plain)) | extra
+
+
+def test_captured_slots_are_published_after_proof_and_then_retired():
+    for row in REQUEST.transitions:
+        names = [step.name for step in row.steps]
+        retires = "retire_reservations" in names
+        assert (names[-1:] == ["retire_reservations"]) == retires, str(row)
+        assert [step.name for step in row.publish_failure_steps] == ["retire_reservations"] * retires, str(row)
+        if retires:
+            assert names[-2] == "publish", str(row)
+            assert row.work_ended == "by_runtime_sync" or "drain" in names, str(row)
+        if "stage_captures" in names:
+            assert row.on_failure == "broken", str(row)
+            assert "drain" not in names[: names.index("mark_captured")], str(row)
+            assert retires or row.event == "enqueue_prefill_captures", str(row)
+
+
+def test_the_draft_follows_the_base_in_every_row():
+    """A base action with a draft twin is followed by it at once, but where a joiner comes or goes: it has no draft."""
+    for row in REQUEST.transitions:
+        for steps in (row.steps, row.failure_steps):
+            names = [step.name for step in steps]
+            joins = {"bind_joiner", "unbind_joiner"} & set(names)
+            for number, name in enumerate(names):
+                twin = {"upload_cleared_rows": "upload_cleared_draft_rows"}.get(name, name.replace("base", "draft"))
+                if twin != name and not (joins and name.startswith("upload")):
+                    assert names[number + 1] == twin, str(row)
 
 
 def test_a_life_begins_in_new_and_ends_in_released():
@@ -222,6 +350,7 @@ def test_an_end_drains_exactly_when_work_is_outstanding():
     for row in REQUEST.transitions:
         if row.event in ("finish", "drop", "shutdown"):
             assert isinstance(row.steps[0], Drain) == REQUEST.by_state[row.source].outstanding, str(row)
+            assert sum(isinstance(step, Drain) for step in row.steps) <= 1, str(row)
             assert row.target == "released"
             assert row.steps[-1].name == "release"
 
@@ -235,8 +364,11 @@ def test_clearing_uploads_come_after_proof_and_before_the_release():
                 if isinstance(step, DeviceAction) and step.clears:
                     proven = "drain" in names[:number] or not REQUEST.by_state[row.source].outstanding
                     assert proven, str(row)
-                    assert names[number - 1].startswith("unbind"), str(row)
-                    assert names[number + 1] in ("release", "release_joiner"), str(row)
+                    clearing = ("upload_cleared_rows", "upload_cleared_draft_rows")
+                    before = [name for name in names[:number] if name not in clearing]
+                    after = [name for name in names[number:] if name not in clearing]
+                    assert before[-1].startswith("unbind"), str(row)
+                    assert after[0] in ("release", "release_joiner"), str(row)
 
 
 def test_a_failed_admission_leaves_the_uniform_way():
@@ -246,24 +378,32 @@ def test_a_failed_admission_leaves_the_uniform_way():
 
 
 def test_no_device_action_follows_a_drain_but_a_clearing_upload():
+    """And the mapping behind a frozen endpoint, which is new work: its row leads to a state that says so."""
     for row in REQUEST.transitions:
         names = [type(step) for step in row.steps]
         if Drain in names:
             after = row.steps[names.index(Drain) + 1 :]
-            assert all(step.clears for step in after if isinstance(step, DeviceAction)), str(row)
+            actions = [step.name for step in after if isinstance(step, DeviceAction) and not step.clears]
+            if row.event == "begin_batch_compaction":
+                assert actions == ["copy_mapping"], str(row)
+                assert all(REQUEST.by_state[end].outstanding for end in (row.target, row.on_failure)), str(row)
+            else:
+                assert actions == [], str(row)
             assert Drain not in [type(step) for step in after], str(row)
 
 
 def test_every_step_of_the_table_is_one_of_the_written_words():
     steps = {step.name for row in REQUEST.transitions for step in all_steps(row) if not isinstance(step, Couple)}
-    assert steps == set(WORDS.values())
+    assert steps == {step for words in WORDS for step in named(words)}
     entries = {step.name for state in REQUEST.states for step in state.on_enter if isinstance(step, HostStep)}
     assert entries == {"withhold"}
 
 
 def test_the_callers_word_ends_device_work_at_finalisations_and_completions_only():
+    """Not where our own drain ends it: a completion with captures."""
     for row in REQUEST.transitions:
         by_word = row.event in ("finalize_prefill", "finalize_sequence_admission", "complete_decode_step")
+        by_word &= not any(isinstance(step, Drain) for step in row.steps)
         assert row.work_ended == ("by_runtime_sync" if by_word else None), str(row)
 
 
@@ -332,7 +472,7 @@ def test_a_completion_gives_the_token_back_before_it_publishes():
             assert names.index("execution.give_back") < names.index("publish")
 
 
-LENGTHS = {"reset_base_lengths", "install_base_lengths", "compact_base_lengths"}
+LENGTHS = {f"{verb}_{side}_lengths" for verb in ("reset", "install", "compact") for side in ("base", "draft")}
 
 
 def test_a_row_that_writes_lengths_takes_the_view():
@@ -351,7 +491,8 @@ def test_a_row_that_writes_lengths_takes_the_view():
 
 def test_the_view_is_forgotten_on_entering_a_state_that_is_never_the_view():
     forgets = {state.name for state in REQUEST.states if "view.forget" in couplings(state.on_enter)}
-    assert forgets == {"broken", "finishing", "finishing_retry", "quarantined", "poisoned", "released"}
+    finishing = set(PHASES["finishing"].split())
+    assert forgets == {"settled_frozen", "broken", "quarantined", "poisoned", "released"} | finishing
 
 
 def test_a_finalised_joiner_makes_a_partial_view_stale():
@@ -514,9 +655,17 @@ def test_a_sequence_only_follows_its_request():
 
 
 def test_a_sequence_is_quarantined_or_gone_where_its_request_is():
-    """For each event with a drain in the request's table, the sequence's row names the same failure state."""
+    """For each event with a drain in the request's table, the sequence's row names the same failure state.
+
+    Or the event is one of those whose drain belongs to the request as a whole: ``drain_failed`` answers for them, from
+    every state that a sequence can be in then.
+    """
     draining = {row.event for row in REQUEST.transitions if row.on_drain_failure is not None}
-    assert {row.event for row in SEQUENCE.transitions if row.on_drain_failure is not None} == draining
+    others = {"publish_mtp_endpoint", "complete_decode_step", "begin_batch_compaction"}
+    assert {row.event for row in SEQUENCE.transitions if row.on_drain_failure is not None} == draining - others
+    assert others < draining
+    failed = {row.source for row in SEQUENCE.transitions if row.event == "drain_failed"}
+    assert failed >= {row.source for row in SEQUENCE.transitions if row.event in others} | {"bound"}
 
 
 def test_free_is_code_zero_and_codes_fit_a_byte():
@@ -568,3 +717,52 @@ def test_an_ask_table_answers_every_state_and_every_ask(event):
 
 def test_an_ask_table_of_an_unknown_event_refuses_everything():
     assert {answer for row in ask_table("launch") for answer in row} == {REFUSED}
+
+
+# ---- captures --------------------------------------------------------------
+
+CAPTURE_ROWS = """
+none | enqueue_prefill_captures | reservation_granted | captured
+none | enqueue_prefill_captures | not reservation_granted | none
+captured | finalize_prefill | | none
+none | complete_decode_step | reservation_granted | none
+none | publish_mtp_endpoint | reservation_granted | none
+reserved captured | finish | | none
+reserved captured | drop | | none
+reserved captured | shutdown | | none
+"""
+
+
+def test_the_capture_table_has_the_written_rows_and_no_other():
+    assert lines(CAPTURE) == read(CAPTURE_ROWS)
+    assert len(CAPTURE.transitions) == len(lines(CAPTURE))
+    assert {state.name for state in CAPTURE.states} == {"none", "reserved", "captured"}
+    assert (CAPTURE.initial, CAPTURE.follows) == ("none", "request")
+    assert not any(state.final or state.on_enter for state in CAPTURE.states)
+
+
+def test_slots_stay_reserved_until_a_proof_or_the_callers_word():
+    """An error in a copy reserves them; a drain that failed leaves what was; a publication that failed retires."""
+    for row in CAPTURE.transitions:
+        granted = "reservation_granted" in map(str, row.guards)
+        whole = granted and row.event != "enqueue_prefill_captures"
+        ending = row.event in ("finish", "drop", "shutdown")
+        assert row.on_failure == ("reserved" if granted else None), str(row)
+        assert row.on_drain_failure == ("captured" if whole else row.source if ending else None), str(row)
+        assert row.on_publish_failure == ("none" if whole or row.event == "finalize_prefill" else None), str(row)
+
+
+def test_captures_only_follow_their_request():
+    """Each event is the request's, and fails only in ways that some row of the request with captures can."""
+    assert set(CAPTURE.events) < set(REQUEST.events)
+    for row in CAPTURE.transitions:
+        followed = [one for one in REQUEST.transitions if one.event == row.event]
+        for end in ("on_failure", "on_drain_failure", "on_publish_failure"):
+            if getattr(row, end) is not None:
+                assert any(getattr(one, end) is not None for one in followed), f"{row}: {end}"
+    captures = {one.event for one in REQUEST.transitions if "stage_captures" in [step.name for step in one.steps]}
+    assert captures == {row.event for row in CAPTURE.transitions if "reservation_granted" in map(str, row.guards)}
+
+
+def test_nothing_captured_is_code_zero_and_codes_fit_a_byte():
+    assert CAPTURE_CODES == {"none": 0, "reserved": 1, "captured": 2}

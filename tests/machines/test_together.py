@@ -25,15 +25,20 @@ from context_cache.machines import (
 )
 
 TAKERS = ("prepare_prefill", "admit_sequence", "prepare_decode_step", "begin_batch_compaction")
-HOLDING = ("prefilling", "decoding", "decode_retry", "compacting")
-NEVER_VIEW = ("broken", "finishing", "finishing_retry", "quarantined", "poisoned", "released")
+HOLDING = (
+    "prefilling", "prefill_frozen", "decoding", "decoding_frozen", "decode_retry", "decode_retry_frozen", "compacting",
+)  # fmt: skip
+NEVER_VIEW = ("settled_frozen", "broken", "quarantined", "poisoned", "released")  # and the finishing ones
+ALWAYS_VIEW = ("prefilling", "prefill_frozen", "decoding", "decoding_frozen")
+MAY_RESERVE = ("prefilling", "broken", "quarantined", "poisoned")
 FREEING = ("release", "retire", "release_joiner")
+POLICIES = ("attention", "frozen", "checkpoint", "mtp")
 
 
 class World:
     """A coordinator without memory: two requests, the regions, and one recorder for all machines."""
 
-    def __init__(self, scripted_call: type[Any]) -> None:
+    def __init__(self, scripted_call: type[Any], policies: tuple[str, str]) -> None:
         self.recorder = ListRecorder()
         self.requests = Runner(REQUEST, self.recorder)
         self.regions = {spec.name: Runner(spec, self.recorder) for spec in (COORDINATOR, EXECUTION, VIEW)}
@@ -42,6 +47,9 @@ class World:
         self.viewed: Subject | None = None
         self.proofs_failed = 0
         self.joiners: dict[Subject, int] = {Subject("r1", "new"): 0, Subject("r2", "new"): 0}
+        self.policies = dict(zip(self.joiners, policies, strict=True))
+        self.reserved: dict[Subject, set[str]] = {request: set() for request in self.joiners}
+        self.frozen: set[Subject] = set()
 
         class Call(scripted_call):
             """A call whose couplings reach the regions, and whose facts about the regions are true."""
@@ -49,7 +57,8 @@ class World:
             owners_left = True
 
             def __init__(call, request: Subject, event: str, facts: dict[str, bool], fault: int | None) -> None:
-                super().__init__()
+                policy = self.policies[request]
+                super().__init__(paired=policy in ("frozen", "mtp"))
                 call.request, call.event, call.fault, call.count = request, event, fault, 0
                 call.took_token = False
                 waiting = self.joiners[request]
@@ -62,7 +71,10 @@ class World:
                 call.growth_possible = facts["growth_possible"]
                 call.only_sequence = facts["only_sequence"] and waiting == 0
                 call.survivors_remain = facts["survivors_remain"]
-                call.plain_checkpoint = False
+                call.frozen_policy = policy == "frozen"
+                call.plain_checkpoint = policy == "checkpoint"
+                captures = {"checkpoint": "complete_decode_step", "mtp": "publish_mtp_endpoint"}.get(policy) == event
+                call.captures_planned = captures and facts["captures_planned"]
                 call.view_current = self.viewed is request
 
             @property
@@ -104,7 +116,7 @@ class World:
                         self.proofs_failed += 1
                         call.log.append("busy")
                         return DrainResult(ok=False)
-                    if verb == "publish":
+                    if verb in ("publish", "publish_frozen"):
                         raise ValueError("full")
                     if hasattr(call.device, verb):
                         raise DeviceError(verb, "s", "fault")
@@ -115,6 +127,19 @@ class World:
                     self.joiners[call.request] -= call.event != "admit_sequence" or getattr(call, "bound", False)
                 elif verb == "apply_advances" and call.event == "finalize_sequence_admission":
                     self.joiners[call.request] -= 1
+                elif verb in ("publish_frozen", "release") or (verb, call.event) == (
+                    "apply_advances", "complete_decode_step",
+                ):  # fmt: skip
+                    self.frozen.discard(call.request)
+                elif verb == "freeze":
+                    self.frozen.add(call.request)
+                elif verb == "stage_captures":
+                    self.reserved[call.request].add(call.event)
+                elif verb == "retire_reservations":
+                    event = "enqueue_prefill_captures" if call.event == "finalize_prefill" else call.event
+                    self.reserved[call.request].discard(event)
+                if verb == "release":
+                    self.reserved[call.request].clear()
                 elif verb == "retire" and not call.joiner_waits:
                     self.joiners[call.request] = 0
                 return DrainResult(ok=True) if verb == "drain" else True
@@ -124,6 +149,8 @@ class World:
     def send(self, request: Subject, event: str, facts: dict[str, bool], fault: int | None) -> Any:
         """One event; what the coordinator would have refused beforehand is left out."""
         if event in TAKERS and self.holder not in (None, request):
+            return None
+        if event == "admit_sequence" and self.policies[request] != "attention":
             return None
         call = self.call(request, event, facts, fault)
         with suppress(EventRefused, DeviceError, ValueError):
@@ -140,33 +167,40 @@ class World:
                 assert self.holder is request, f"{request.state} without the token"
             elif request.state != "seating":
                 assert self.holder is not request, f"{request.state} holds the token"
-            if request.state in NEVER_VIEW:
+            if request.state in NEVER_VIEW or request.state.startswith("finishing"):
                 assert self.viewed is not request, f"{request.state} is the length view"
+            if request.state in ALWAYS_VIEW:
+                assert self.viewed is request, f"{request.state} is not the length view"
+            if request.state not in ("quarantined", "poisoned"):
+                owed = request in self.frozen
+                assert owed == request.state.endswith("frozen"), f"{request.state}, and a frozen endpoint: {owed}"
+            if request.state not in MAY_RESERVE:
+                assert not self.reserved[request], f"{request.state} with reserved snapshot slots"
             if request.state == "settled":
                 assert joiners == 0
             if request.state == "seating":
                 assert joiners > 0
 
 
+CHOSEN = ("growth_possible", "only_sequence", "survivors_remain", "joiner_stays", "captures_planned")
 moves = st.tuples(
     st.integers(0, 1),
     st.integers(0, 99),
-    st.fixed_dictionaries(
-        {name: st.booleans() for name in ("growth_possible", "only_sequence", "survivors_remain", "joiner_stays")}
-    ),
-    st.none() | st.none() | st.integers(0, 8),
+    st.fixed_dictionaries({name: st.booleans() for name in CHOSEN}),
+    st.none() | st.none() | st.integers(0, 12),
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(moves, max_size=40))
-def test_token_view_and_poison_agree_with_the_requests(scripted_call, history):
+@given(st.tuples(st.sampled_from(POLICIES), st.sampled_from(POLICIES)), st.lists(moves, max_size=40))
+def test_token_view_and_poison_agree_with_the_requests(scripted_call, policies, history):
     """After each event, failed or not; ends of life are rare, so that histories get somewhere.
 
-    Also: every trace replays (C108), no page is freed while a device may read it, and a failed drain is the last thing
-    that the device hears of a request until a shutdown.
+    Also: every trace replays (C108), no page is freed while a device may read it, a failed drain is the last thing that
+    the device hears of a request until a shutdown, a frozen endpoint is owed in the frozen states and in no other, and
+    snapshot slots are reserved only where a later drain will find them.
     """
-    world = World(scripted_call)
+    world = World(scripted_call, policies)
     requests = list(world.joiners)
     for who, choice, facts, fault in history:
         request = requests[who]
@@ -184,9 +218,13 @@ def test_token_view_and_poison_agree_with_the_requests(scripted_call, history):
         for freeing in FREEING:
             if freeing in log and (REQUEST.by_state[source].outstanding or freeing == "release_joiner"):
                 assert "drain" in log[: log.index(freeing)]
+        if "retire_reservations" in log and event != "finalize_prefill":
+            assert "drain" in log[: log.index("retire_reservations")]
+        if not call.paired:
+            assert not [verb for verb in log if "draft" in verb]
         if "busy" in log:
             rest = log[log.index("busy") + 1 :]
-            assert not set(rest) & set(FREEING)
+            assert not set(rest) & {*FREEING, "retire_reservations", "publish", "publish_frozen"}
             assert not any(hasattr(call.device, verb) for verb in rest)
             assert request.state == ("poisoned" if event == "shutdown" else "quarantined")
         if source in ("quarantined", "poisoned"):

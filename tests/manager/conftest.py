@@ -14,11 +14,15 @@ from context_cache.coordinator.manager import (
     ResourceDemand,
     ResourceId,
     ResourceType,
+    ReuseMode,
     ReusePlan,
+    SnapshotReservation,
 )
 
 PAGE = 4
 BASE = ResourceType.BASE_KV_PAGE
+DRAFT = ResourceType.DRAFT_KV_PAGE
+ROOT = b"chain root".ljust(32)
 
 
 class Desk:
@@ -29,6 +33,7 @@ class Desk:
             ResourceDemand(*capacities),
             PAGE,
             max_records=max_records,
+            chain_root=ROOT,
             **options,  # type: ignore[arg-type]
         )
 
@@ -58,11 +63,91 @@ class Desk:
         with self.lease(letters) as lease:
             return self.publish(lease, letters)
 
+    # Speculative sequences ---------------------------------------------------------------------------------------
+
+    def plan_spec(
+        self, letters: str, tokens: int, *, future: int = 1, paged: bool = True, bypass: bool = False
+    ) -> ReusePlan:
+        """EAGLE where nothing else is said."""
+        policy = LookupPolicy.BYPASS if bypass else LookupPolicy.USE_CACHE
+        return self.manager.plan_spec(
+            self.hashes(letters), tokens, policy, owns_paged=paged, future_dependency_tokens=future
+        )
+
+    def spec(self, letters: str, tokens: int | None = None, **more: object) -> Lease:
+        tokens = len(letters) * PAGE if tokens is None else tokens
+        lease = self.manager.acquire(self.plan_spec(letters, tokens, **more)).lease  # type: ignore[arg-type]
+        assert lease is not None
+        return lease
+
+    def cache_paired(self, letters: str) -> PublicationResult:
+        with self.spec(letters) as lease:
+            return self.publish(lease, letters)
+
+    # Checkpoints: a prefix of n tokens is the first letters and, within a block, n itself -----------------------------
+
+    def exact(self, letters: str, length: int) -> bytes:
+        blocks, tail = divmod(length, PAGE)
+        if tail:
+            return f"{letters[:blocks]}+{tail}".encode().ljust(32)
+        return self.hashes(letters)[blocks - 1] if blocks else ROOT
+
+    def plan_hybrid(
+        self, letters: str, tokens: int, *, mtp: bool = False, attention: bool = True, bypass: bool = False
+    ) -> ReusePlan:
+        policy = LookupPolicy.BYPASS if bypass else LookupPolicy.USE_CACHE
+        hashes = self.hashes(letters[: tokens // PAGE])
+        if mtp:
+            return self.manager.plan_mtp(hashes, tokens, policy, exact_digest=lambda n: self.exact(letters, n))
+        return self.manager.plan_checkpoint(
+            hashes, tokens, policy, exact_digest=lambda n: self.exact(letters, n), has_attention=attention
+        )
+
+    def hybrid(self, letters: str, tokens: int, **more: bool) -> Lease:
+        lease = self.manager.acquire(self.plan_hybrid(letters, tokens, **more)).lease
+        assert lease is not None
+        return lease
+
+    def reserve(self, lease: Lease, needs_partial: bool) -> SnapshotReservation:
+        reservation = self.manager.reserve_snapshots(lease, needs_partial)
+        assert reservation is not None
+        return reservation
+
+    def publish_at(
+        self, lease: Lease, letters: str, length: int, reservation: SnapshotReservation | None = None
+    ) -> PublicationResult:
+        """Publish a checkpoint and, unless the caller reserved, retire the reservation."""
+        mtp = lease.mode is ReuseMode.HYBRID_MTP
+        publish = self.manager.publish_hybrid_mtp if mtp else self.manager.publish_hybrid
+        slots = reservation or self.reserve(lease, mtp or (lease.has_attention and length % PAGE != 0))
+        hashes = self.hashes(letters[: (length - mtp) // PAGE])
+        result = publish(lease, hashes, self.exact(letters, length), length, slots)
+        if reservation is None:
+            self.manager.retire_reservation(lease, slots)
+        return result
+
+    def cache_at(self, letters: str, length: int, **more: bool) -> PublicationResult:
+        """A checkpoint at the end of a cold sequence that has ended."""
+        with self.hybrid(letters, length, bypass=True, **more) as lease:
+            return self.publish_at(lease, letters, length)
+
     def lookup(self, letters: str) -> list[int]:
         return self.manager.index.lookup_prefix(self.hashes(letters))
 
     def path(self, record_id: int) -> list[int]:
         return self.manager.records.get(record_id).base_page_path.tolist()
+
+    def draft_path(self, record_id: int) -> list[int] | None:
+        path = self.manager.records.get(record_id).spec_page_path
+        return None if path is None else path.tolist()
+
+    def counts(self, type: ResourceType, kind: str) -> dict[int, int]:
+        """``kind`` is active or cache; of the resources that have any."""
+        listed = self.manager.pools.dump()[type.name][kind]
+        return {index: count for index, count in enumerate(listed) if count}
+
+    def free_of(self, type: ResourceType) -> list[int]:
+        return self.manager.pools.free_list(type)
 
     @property
     def lru(self) -> list[int]:

@@ -93,6 +93,7 @@ def test_records_of_every_shape_can_be_evicted():
     manager = ContextCacheManager(ResourceDemand(1, 1, 1, 1), 4, max_records=16)
     ids = manager.pools.allocate(ResourceDemand(1, 1, 1, 1))
     cached_record(manager.pools, manager.records, 1, [0], spec=[0])
+    manager.drafts.insert(manager.records.get(1))
     cached_record(manager.pools, manager.records, 2, [], recurrent=0, partial=0)
     for id in ids:
         manager.pools.release_active(id)

@@ -6,8 +6,12 @@ are not failed here, everything before them is.
 
 import pytest
 
-from context_cache.coordinator.manager import ContextCacheManager, Lease
+from context_cache.coordinator.manager import Lease, SpecStateIndex
+from context_cache.coordinator.manager import books as books_module
 from context_cache.coordinator.manager import manager as manager_module
+from context_cache.coordinator.manager import publishing as publishing_module
+from context_cache.coordinator.manager.books import Books
+from context_cache.coordinator.manager.checkpoints import CheckpointIndex
 from context_cache.coordinator.manager.index import BaseBlockIndex
 from context_cache.coordinator.manager.lease import PageList
 from context_cache.coordinator.manager.pools import Pool
@@ -49,14 +53,13 @@ def refused_then_repeated(monkeypatch, d, step, call):
 
 
 ACQUIRE_STEPS = [
-    (ContextCacheManager, "_refuse_unfit"),
+    (manager_module, "refuse_unfit"),
     (Pool, "pin"),
-    (manager_module, "plan_eviction"),
+    (books_module, "plan_eviction"),
     (Pool, "sole_owner_releases"),
     (Pool, "simulate_release"),
     (PageList, "__init__"),
-    (PageList, "append"),
-    (manager_module, "commit_eviction"),
+    (books_module, "commit_eviction"),
     (Pool, "check_cached"),
 ]
 
@@ -82,10 +85,10 @@ def test_a_failing_allocation_without_eviction_changes_nothing(desk, monkeypatch
 
 
 GROW_STEPS = [
-    (manager_module, "plan_eviction"),
+    (books_module, "plan_eviction"),
     (PageList, "reserve"),
     (PageList, "reserve", {"after": 1}),
-    (manager_module, "commit_eviction"),
+    (books_module, "commit_eviction"),
 ]
 
 
@@ -99,8 +102,8 @@ def test_a_failing_step_of_growth_changes_nothing(desk, monkeypatch, step):
 
 
 PUBLISH_STEPS = [
-    (manager_module, "project_blocks"),
-    (ContextCacheManager, "_limit_victim"),
+    (publishing_module, "project_blocks"),
+    (Books, "limit_victim"),
     (Pool, "check_cached"),
     (Pool, "add_cache"),
     (BaseBlockIndex, "insert_new"),
@@ -140,10 +143,180 @@ def test_a_failing_release_keeps_the_lease(desk, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "step", [(manager_module, "commit_eviction"), (Pool, "check_cached")], ids=lambda step: step[1]
+    "step", [(books_module, "commit_eviction"), (Pool, "check_cached")], ids=lambda step: step[1]
 )
 def test_a_failing_eviction_of_everything_changes_nothing(desk, monkeypatch, step):
     d = desk(4)
     d.cache("A")
     d.cache("BC")
     assert refused_then_repeated(monkeypatch, d, step, d.manager.evict_all) == 2
+
+
+# Flavours with more than one pool ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        (manager_module, "refuse_unfit"),
+        (Pool, "distinct"),
+        (Pool, "pin"),
+        (Pool, "pin", {"after": 1}),
+        (books_module, "plan_eviction"),
+        (PageList, "__init__"),
+        (PageList, "__init__", {"after": 1}),
+        (books_module, "commit_eviction"),
+        (Pool, "check_cached"),
+        (SpecStateIndex, "check_listed"),
+    ],
+    ids=lambda step: step[1] + (" again" if len(step) > 2 else ""),
+)
+def test_a_failing_step_of_a_paired_acquire_changes_nothing(desk, monkeypatch, step):
+    d = desk(4, 4)
+    d.cache_paired("AB")
+    d.cache_paired("C")
+    plan = d.plan_spec("AB", 9)
+    result = refused_then_repeated(monkeypatch, d, step, lambda: d.manager.acquire(plan))
+    assert result.lease.draft_pages.tolist() == [0, 3, 2]
+    assert d.lru == [1]
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_failing_pin_of_an_mtp_acquire_changes_nothing(desk, monkeypatch, after):
+    """Base pages, draft pages, recurrent slot, partial slot."""
+    d = desk(8, 8, 2, 2)
+    d.cache_at("AB", 6, mtp=True)
+    plan = d.plan_hybrid("ABC", 12, mtp=True)
+    result = refused_then_repeated(
+        monkeypatch, d, (Pool, "pin", {"after": after}), lambda: d.manager.acquire(plan)
+    )  # fmt: skip
+    assert (result.lease.recurrent_slot, result.lease.partial_slot) == (0, 0)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_failing_allocation_from_two_pools_changes_nothing(desk, monkeypatch, after):
+    d = desk(4, 4, 2, 2)
+    plan = d.plan_spec("AB", 9)
+    step = (Pool, "peek", {"after": after})
+    lease = refused_then_repeated(monkeypatch, d, step, lambda: d.manager.acquire(plan)).lease
+    assert lease.draft_page_count == 3
+    assert refused_then_repeated(monkeypatch, d, step, lambda: d.manager.grow_spec(lease, 1, 1))
+    with d.hybrid("", 0) as hybrid:
+        assert refused_then_repeated(monkeypatch, d, step, lambda: d.manager.reserve_snapshots(hybrid, True))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        (books_module, "plan_eviction"),
+        (PageList, "reserve"),
+        (PageList, "reserve", {"after": 1}),
+        (PageList, "reserve", {"after": 2}),
+        (PageList, "reserve", {"after": 3}),
+        (books_module, "commit_eviction"),
+        (SpecStateIndex, "check_listed"),
+    ],
+    ids=lambda step: step[1] + (" again" if len(step) > 2 else ""),
+)
+def test_a_failing_step_of_paired_growth_changes_nothing(desk, monkeypatch, step):
+    d = desk(5, 5)
+    d.cache_paired("AB")
+    leases = [d.spec("", 4, bypass=True) for _ in range(2)]
+    grow = d.manager.grow_all
+    assert refused_then_repeated(monkeypatch, d, step, lambda: grow(leases, [2, 1], [1, 2])) == ()
+    assert [(lease.page_count, lease.draft_page_count) for lease in leases] == [(3, 2), (2, 3)]
+
+
+PAIRED_STEPS = [
+    (publishing_module, "project_blocks"),
+    (Books, "limit_victim"),
+    (Pool, "check_cached"),
+    (SpecStateIndex, "check_listed"),
+    (Pool, "add_cache"),
+    (Pool, "add_cache", {"after": 1}),
+    (BaseBlockIndex, "insert_new"),
+    (BaseBlockIndex, "insert_new", {"half_done": lambda index, fresh, pages: index._page_of.update(fresh)}),
+    (SpecStateIndex, "insert"),
+    (SpecStateIndex, "insert", {"half_done": SpecStateIndex.insert}),
+    (CacheRecordStore, "add"),
+    (CacheRecordStore, "add", {"half_done": lambda store, record: store.checkpoints.key_of(record)}),
+]
+
+
+@pytest.mark.parametrize("step", PAIRED_STEPS, ids=lambda step: step[1] + str(step[2:] and list(step[2])))
+def test_a_failing_step_of_a_paired_publication_changes_nothing(desk, monkeypatch, step):
+    d = desk(6, 6, max_records=2)
+    d.cache_paired("X")
+    d.cache_paired("AB")
+    lease = d.spec("ABC")
+    result = refused_then_repeated(monkeypatch, d, step, lambda: d.publish(lease, "ABC"))
+    assert (result.record_id, d.lru) == (3, [2, 3])
+
+
+UPGRADE_STEPS = [
+    (Pool, "add_cache"),
+    (SpecStateIndex, "insert"),
+    (SpecStateIndex, "insert", {"half_done": SpecStateIndex.insert}),
+    (CacheRecordStore, "set_spec_state"),
+]
+
+
+@pytest.mark.parametrize("step", UPGRADE_STEPS, ids=lambda step: step[1] + str(step[2:] and list(step[2])))
+def test_a_failing_step_of_a_draft_upgrade_changes_nothing(desk, monkeypatch, step):
+    """Weakness M5."""
+    d = desk(6, 4)
+    d.cache("AB")
+    d.cache("X")
+    lease = d.spec("AB")
+    result = refused_then_repeated(monkeypatch, d, step, lambda: d.publish(lease, "AB"))
+    assert (result.record_id, d.draft_path(1), d.lru) == (1, [0, 1], [2, 1])
+
+
+CHECKPOINT_STEPS = [
+    *PAIRED_STEPS,
+    (Pool, "add_cache", {"after": 2}),
+    (Pool, "add_cache", {"after": 3}),
+    (CheckpointIndex, "add"),
+    (CheckpointIndex, "add", {"half_done": CheckpointIndex.add}),
+]
+
+
+@pytest.mark.parametrize("step", CHECKPOINT_STEPS, ids=lambda step: step[1] + str(step[2:] and list(step[2])))
+def test_a_failing_step_of_a_checkpoint_publication_changes_nothing(desk, monkeypatch, step):
+    d = desk(8, 8, 3, 3, max_records=2)
+    d.cache_at("X", 5, mtp=True)
+    d.cache_at("AB", 6, mtp=True)
+    lease = d.hybrid("ABC", 11, mtp=True)
+    reservation = d.reserve(lease, True)
+    result = refused_then_repeated(monkeypatch, d, step, lambda: d.publish_at(lease, "ABC", 11, reservation))
+    assert (result.record_id, d.lru) == (3, [2, 3])
+
+
+@pytest.mark.parametrize("step", [(Pool, "check_pinned", {"after": n}) for n in range(4)] + [(Pool, "unpin")])
+def test_a_failing_release_of_several_pools_keeps_the_lease(desk, monkeypatch, step):
+    d = desk(8, 8, 3, 3)
+    d.cache_at("AB", 6, mtp=True)
+    lease = d.hybrid("AB", 9, mtp=True)
+    d.reserve(lease, True)
+    refused_then_repeated(monkeypatch, d, step, lease.release)
+    assert lease.released
+
+
+@pytest.mark.parametrize("step", [(Pool, "check_pinned"), (Pool, "check_pinned", {"after": 1}), (Pool, "unpin")])
+def test_a_failing_release_of_snapshots_changes_nothing(desk, monkeypatch, step):
+    d = desk(8, 8, 3, 3)
+    d.cache_at("AB", 6, mtp=True)
+    lease = d.hybrid("AB", 9, mtp=True)
+    reservation = d.reserve(lease, True)
+    refused_then_repeated(monkeypatch, d, step, lambda: d.manager.release_restored_snapshots(lease))
+    refused_then_repeated(monkeypatch, d, step, lambda: d.manager.retire_reservation(lease, reservation))
+    assert (lease.recurrent_slot, lease.reservations) == (None, ())
+
+
+@pytest.mark.parametrize("step", [(books_module, "plan_eviction"), (books_module, "commit_eviction")])
+def test_a_failing_step_of_a_reservation_changes_nothing(desk, monkeypatch, step):
+    d = desk(8, 0, 1, 1)
+    d.cache_at("A", 6)
+    lease = d.hybrid("X", 4)
+    refused_then_repeated(monkeypatch, d, step, lambda: d.manager.reserve_snapshots(lease, True))
+    assert d.lru == []

@@ -218,7 +218,7 @@ def test_operations_on_a_released_or_foreign_lease_are_refused(desk, kind):
         with pytest.raises(ContractViolation, match="belongs to another manager"):
             d.manager.release(lease)
         assert not lease.released
-    d.manager._page_lists.clear()  # the empty lease above
+    d.manager.books.held.clear()  # the empty lease above
     before[0]["leases"].clear()
     assert (d.manager.dump(), other.manager.dump()) == before
 

@@ -25,8 +25,8 @@ def test_nothing_is_said_about_a_healthy_coordinator(h, running):
 @pytest.mark.parametrize(
     ("breakage", "fact"),
     [
-        (lambda core: core.table._rows.__setitem__((0, 0), 5), "row 0 does not name its lease's pages"),
-        (lambda core: core.table.set_row(1, [5]), "row 1 names pages, but no request has it"),
+        (lambda core: core.rows.base._rows.__setitem__((0, 0), 5), "row 0 does not name its lease's pages"),
+        (lambda core: core.rows.base.set_row(1, [5]), "row 1 names pages, but no request has it"),
         (lambda core: core.ledger.published_blocks.__setitem__(0, 9), "published more than it has committed"),
         (lambda core: core.ledger.token_count.__setitem__(0, 3), "slot 0 lists 3"),
         (lambda core: core.ledger.committed.__setitem__(0, 99), "committed more than its pages hold"),
@@ -39,13 +39,13 @@ def test_nothing_is_said_about_a_healthy_coordinator(h, running):
 )
 def test_a_broken_fact_is_named(h, running, breakage, fact):
     core = h.coordinator._core
-    kept = (core.table._rows.copy(), core.ledger.owners.copy(), core.token.request, core.view.request)
+    kept = (core.rows.base._rows.copy(), core.ledger.owners.copy(), core.token.request, core.view.request)
     columns = {name: getattr(core.ledger, name).copy() for name in ("published_blocks", "token_count", "committed")}
     pages = core.ledger.page_count.copy()
     breakage(core)
     with pytest.raises(InvariantViolation, match=fact):
         check_invariants(h.coordinator)
-    core.table._rows[:] = kept[0]
+    core.rows.base._rows[:] = kept[0]
     core.ledger.owners[:], core.token.request, core.view.request = kept[1:]
     for name, column in columns.items():
         getattr(core.ledger, name)[:] = column
