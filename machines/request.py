@@ -13,6 +13,9 @@ without it, plus the duty to publish first when the request ends before any veri
 Couplings: the execution token is taken by the first step of a row and given back on entering a state that does not
 hold it; a failed drain poisons the coordinator; a row that writes device lengths takes the length view.
 
+Rows that a runtime takes for every sequence or every step are marked ``hot``: they are picked by the dictionary that is
+compiled from this table, all others by ``transitions``.
+
 Not here: whether arguments are valid, whether the caller may act (token, poison), and whether a slot is an unfinalised
 joiner. Those are planned before the event and end in an error or a status; no row fires. "skipped if not dirty" is the
 page table's affair: an upload without dirty rows is no action.
@@ -119,7 +122,7 @@ _STATES: Final = (
 _VIEWS: Final = ((view_current, ()), (Not(view_current), INSTALL_LENGTHS))
 
 _ROWS: Final = (
-    Transition(event="begin_request", source="new", target="admitted", steps=(TAKE_LEASES,)),
+    Transition(event="begin_request", source="new", target="admitted", hot=True, steps=(TAKE_LEASES,)),
 
     # Prefill.
     Transition(event="prepare_prefill", source="admitted", target="prefilling", on_failure="broken",
@@ -138,23 +141,23 @@ _ROWS: Final = (
     Transition(event="restore_mtp_boundary", source="prefilling", target="prefilling", on_failure="prefilling",
                steps=(RESTORE_HIDDEN,)),
     Transition(event="finalize_prefill", source="prefilling", target="settled", guards=(Not(frozen_policy),),
-               on_publish_failure="settled", publish_failure_steps=(RETIRE_RESERVATIONS,),
+               on_publish_failure="settled", publish_failure_steps=(RETIRE_RESERVATIONS,), hot=True,
                work_ended="by_runtime_sync",
                steps=(APPLY_ADVANCES, RELEASE_HIT_PINS, PUBLISH, RETIRE_RESERVATIONS)),
     Transition(event="finalize_prefill", source="prefilling", target="prefill_frozen", guards=(frozen_policy,),
-               work_ended="by_runtime_sync", steps=(APPLY_ADVANCES, FREEZE)),
+               hot=True, work_ended="by_runtime_sync", steps=(APPLY_ADVANCES, FREEZE)),
 
     # A joiner: admitted at a settled point, seated by its own prefill, finalised or retracted.
     *(
         Transition(event="admit_sequence", source=source, target="seating", guards=(guard,), on_failure=source,
-                   on_drain_failure="quarantined", failure_steps=(*JOINER_WAY_OUT, UNDO_TAKE),
+                   on_drain_failure="quarantined", failure_steps=(*JOINER_WAY_OUT, UNDO_TAKE), hot=True,
                    steps=(TAKE_TOKEN, *install, BIND_JOINER, UPLOAD_BASE_ROWS))
         for source in ("settled", "seating")
         for guard, install in _VIEWS
     ),
     *(
         Transition(event="finalize_sequence_admission", source="seating", target=target, guards=(guard,),
-                   on_publish_failure=target, work_ended="by_runtime_sync",
+                   on_publish_failure=target, work_ended="by_runtime_sync", hot=True,
                    steps=(APPLY_ADVANCES, ENTRY_FINALIZED, PUBLISH))
         for guard, target in ((Not(joiner_waits), "settled"), (joiner_waits, "seating"))
     ),

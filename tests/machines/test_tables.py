@@ -407,8 +407,11 @@ def test_the_callers_word_ends_device_work_at_finalisations_and_completions_only
         assert row.work_ended == ("by_runtime_sync" if by_word else None), str(row)
 
 
-def test_the_rows_of_a_decode_step_are_the_hot_ones():
-    assert {row.event for row in REQUEST.transitions if row.hot} == {"prepare_decode_step", "complete_decode_step"}
+def test_the_rows_of_every_sequence_and_step_are_the_hot_ones():
+    assert {row.event for row in REQUEST.transitions if row.hot} == {
+        "begin_request", "admit_sequence", "finalize_sequence_admission", "finalize_prefill",
+        "prepare_decode_step", "complete_decode_step",
+    }  # fmt: skip
     for choice in REQUEST.choices.values():
         assert len({row.transition.hot for row in choice.candidates}) == 1, "hot and cold rows of one pair"
 

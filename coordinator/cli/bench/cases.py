@@ -301,7 +301,7 @@ class _StubCall:
 
     slots = (0,)
     growth_possible = view_current = holds_token = True
-    only_sequence = joiner_waits = took_token = plain_checkpoint = False
+    only_sequence = joiner_waits = took_token = plain_checkpoint = captures_planned = frozen_policy = paired = False
 
     @property
     def device(self) -> _StubCall:
@@ -313,8 +313,8 @@ class _StubCall:
     def clearing_failed(self, error: Exception) -> None:
         raise AssertionError from error
 
-    def nothing(self) -> None:
-        return
+    def nothing(self) -> bool:
+        return False
 
     def upload_base_rows(self) -> bool:
         return False
