@@ -4,7 +4,7 @@ Start with :class:`ContextCacheCoordinator` and :func:`allocate_resources`; :cla
 facade that maps a runtime's own state to calls.
 """
 
-from context_cache.coordinator.adapter import AdmitOutcome, ContextCacheRequest
+from context_cache.coordinator.adapter import AdmitOutcome, ContextCacheRequest, SpecCommonStateTracker
 from context_cache.coordinator.config import (
     BaseStateKind,
     ContextCacheConfig,
@@ -106,6 +106,7 @@ __all__ = [
     "ResidentSlotPool",
     "ResourceDemand",
     "SequenceState",
+    "SpecCommonStateTracker",
     "SpecConfig",
     "SpecMode",
     "SpecReuseContract",

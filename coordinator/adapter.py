@@ -23,6 +23,7 @@ from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.handle import RequestHandle
 from context_cache.coordinator.identity import BlockKeyExtras, Digest
 from context_cache.coordinator.manager import LookupPolicy
+from context_cache.coordinator.spec_common import SpecCommonStateTracker
 from context_cache.coordinator.types import (
     HOLD_COMMITTED_STATE_LENGTH,
     BatchAdvance,
@@ -36,7 +37,14 @@ from context_cache.coordinator.types import (
     TokenStateContract,
 )
 
-__all__ = ["AdmitOutcome", "ContextCacheRequest", "FinishReason", "PreparedStep", "RuntimeSequence"]
+__all__ = [
+    "AdmitOutcome",
+    "ContextCacheRequest",
+    "FinishReason",
+    "PreparedStep",
+    "RuntimeSequence",
+    "SpecCommonStateTracker",
+]
 
 Reasons = npt.NDArray[np.uint8]
 
@@ -116,10 +124,15 @@ class PreparedStep:
 
 
 _PLAIN = PreparedStep(prepared=True)
+_OPEN_STEP = frozenset({"decoding", "decoding_frozen"})
+_RETRY = frozenset({"decode_retry", "decode_retry_frozen"})
 
 
 class ContextCacheRequest:
     """One running request of a runtime.
+
+    A speculative batch may bring several tokens per slot and step; where the deployment wants common lengths, they are
+    tracked here and reported with each completion.
 
     compact_runtime: called with the mapping, int32[n], between the upload of a mapping and the compaction of the cache;
                      the runtime compacts its own per-slot state there. The device copy of the mapping is
@@ -136,12 +149,14 @@ class ContextCacheRequest:
         mapping_tensor: DeviceArray,
         compact_runtime: Callable[[Int32Array], None] | None = None,
         lookahead: bool = True,
+        common: SpecCommonStateTracker | None = None,
     ) -> None:
         self.coordinator, self.handle = coordinator, handle
         self.prefill_starts = list(prefill_starts)
         self.mapping_tensor = mapping_tensor
         self._compact_runtime = compact_runtime
         self._lookahead = lookahead
+        self._common = common
         self._inputs = np.array([sequence.token_ids.size for sequence in sequences], np.int32)
         self._generated = np.zeros(self._inputs.size, np.int32)
         self._seated = np.zeros(self._inputs.size, bool)
@@ -166,9 +181,12 @@ class ContextCacheRequest:
             outcome = AdmitOutcome.NO_CAPACITY if result.insufficient_capacity else AdmitOutcome.FAILED
             return outcome, None
         lookahead = admission.token_state_contract is TokenStateContract.COMMITTED_PLUS_LOOKAHEAD
+        profile, common = coordinator.profile, None
+        if admission.speculative_request and profile.paged_spec and not profile.has_recurrent:
+            common = SpecCommonStateTracker([sequence.token_ids.size for sequence in admission.sequences])
         return AdmitOutcome.ADMITTED, cls(
             coordinator, result.admission.request, admission.sequences, result.admission.prefill_starts,
-            mapping_tensor=mapping_tensor, compact_runtime=compact_runtime, lookahead=lookahead,
+            mapping_tensor=mapping_tensor, compact_runtime=compact_runtime, lookahead=lookahead, common=common,
         )  # fmt: skip
 
     @property
@@ -180,6 +198,11 @@ class ContextCacheRequest:
     def lengths(self) -> Int32Array:
         """int32[n]: input + generated tokens of each sequence."""
         return self._inputs + self._generated
+
+    @property
+    def common_lengths(self) -> Int32Array | None:
+        """int32[n]: common lengths that the next completion reports; None where the deployment keeps none."""
+        return None if self._common is None else self._common.lengths
 
     def prepare_prefill(self) -> None:
         """Bind the founders' rows. Raises what the coordinator raises."""
@@ -193,7 +216,11 @@ class ContextCacheRequest:
             raise ContractViolation(f"{tokens.size} tokens were sampled for {self.batch_size} slots; give {expected}")
         counts = self._ones if self._lookahead else np.zeros(self.batch_size, np.int32)
         try:
-            self.coordinator.finalize_prefill_publication(self.handle, BatchAdvance(tokens, counts, self._inputs))
+            advance = BatchAdvance(tokens, counts, self._inputs)
+            if self._common is None:
+                self.coordinator.finalize_prefill_publication(self.handle, advance)
+            else:
+                self.coordinator.finalize_prefill_publication(self.handle, advance, self._common.lengths)
         finally:
             # Also when publishing raised: the prefill has ended all the same.
             if self.handle.state != "prefilling":
@@ -221,11 +248,12 @@ class ContextCacheRequest:
         accepted = (as_index(sampled, "sampled"),) if self._lookahead else ()
         advance = ContextCacheSequenceAdvance(accepted, int(self._inputs[slot]))
         status: Status | None = None
+        waiting = not self._seated[slot]
         try:
             status = self.coordinator.finalize_sequence_admission(self.handle, slot, advance)
         finally:
             # Also when publishing raised: the joiner is seated all the same.
-            if status is not Status.POISONED and self.coordinator.sequence(self.handle, slot).state == "seated":
+            if waiting and self.handle.valid and self.coordinator.sequence(self.handle, slot).state == "seated":
                 self._generated[slot] += len(accepted)
                 self._seated[slot] = True
         return status is Status.OK
@@ -252,7 +280,7 @@ class ContextCacheRequest:
             return _PLAIN if untold is None else untold
         if self.handle.phase == "finishing":
             return PreparedStep(result.refusal.failed_slots, None, result.refusal, empty=True)
-        if self.handle.state == "decode_retry":
+        if self.handle.state in _RETRY:
             return PreparedStep(refusal=result.refusal)
         return self._without(result.refusal, headroom)
 
@@ -287,7 +315,8 @@ class ContextCacheRequest:
     ) -> None:
         """The prepared step has ended.
 
-        token_ids: int32[k], slot after slot. counts: int32[n], tokens per slot; None: one each. reasons: uint8[n]
+        token_ids: int32[k], slot after slot. counts: int32[n], tokens per slot (several only in a speculative batch);
+        None: one each. reasons: uint8[n]
         FinishReason codes; None: all are running. A slot without a token must have ended as cancelled or error, or
         hold as terminal or unfinalised. Slots that ended normally are published; ``publishable`` overrides which.
 
@@ -297,7 +326,7 @@ class ContextCacheRequest:
             raise ContractViolation("no decode step is prepared; call prepare_decode_step first")
         if self._before.size != self._inputs.size:
             raise ContractViolation("the batch changed between preparing and completing the step")
-        if counts is None and reasons is None and publishable is None:
+        if counts is None and reasons is None and publishable is None and self._common is None:
             committed = self._inputs + self._generated
             if not self._lookahead:
                 committed += 1
@@ -305,6 +334,8 @@ class ContextCacheRequest:
             return
         taken = self._ones if counts is None else as_int32(counts, "counts")
         ended = np.zeros(self.batch_size, np.uint8) if reasons is None else np.asarray(reasons)
+        if ended.dtype.kind not in "iu":
+            raise ContractViolation(f"reasons must be FinishReason codes, one integer per slot, got {ended.dtype}")
         if taken.shape != (self.batch_size,) or ended.shape != (self.batch_size,):
             raise ContractViolation(f"counts and reasons must have one entry for each of {self.batch_size} slots")
         silent = ((taken == 0) & (ended == FinishReason.ENDED) & self._seated).nonzero()[0]
@@ -321,10 +352,17 @@ class ContextCacheRequest:
 
     def _complete(self, advance: BatchAdvance, publishable: Sequence[int], after: Int32Array) -> None:
         try:
-            self.coordinator.complete_decode_step(self.handle, advance, publishable)
+            if self._common is None:
+                self.coordinator.complete_decode_step(self.handle, advance, publishable)
+            else:
+                # A slot that holds keeps its common length, and says so with the hold mark.
+                common = np.where(advance.counts > 0, self._common.lengths, np.int32(HOLD_COMMITTED_STATE_LENGTH))
+                self.coordinator.complete_decode_step(self.handle, advance, publishable, common)
         finally:
             # Also when publishing raised: the step has ended all the same. A refusal leaves it open.
-            if self.handle.state != "decoding":
+            if self.handle.state not in _OPEN_STEP:
+                if self._common is not None:
+                    self._common.record(advance.counts)
                 self._generated = after
                 self._before = None
 
@@ -341,6 +379,8 @@ class ContextCacheRequest:
             self._compact_runtime(mapping)
         if self.coordinator.compact_batch(self.handle) is not Status.OK:
             return None
+        if self._common is not None:
+            self._common.compact(mapping)
         self.prefill_starts = [start for start, kept in zip(self.prefill_starts, keep, strict=True) if kept]
         self._inputs, self._generated, self._seated = self._inputs[keep], self._generated[keep], self._seated[keep]
         self._ones = np.ones(survivors, np.int32)

@@ -1,11 +1,11 @@
-"""What a run counts, and the account of pages that it is checked against at the end."""
+"""What a run counts, and the account of pages and snapshot slots that it is checked against at the end."""
 
 from __future__ import annotations
 
 import numpy as np
 from attrs import define
 
-from context_cache.coordinator.manager import ContextCacheManager, ResourceType
+from context_cache.coordinator.manager import ContextCacheManager, ResourceDemand, ResourceType
 
 __all__ = ["Counts", "leaked_pages"]
 
@@ -24,15 +24,19 @@ class Counts:
     finished: int = 0
 
 
-def leaked_pages(manager: ContextCacheManager, pages: int) -> int:
-    """Of ``pages``, those with an active reference, or in neither the free list nor a record.
+def leaked_pages(manager: ContextCacheManager, capacity: ResourceDemand) -> int:
+    """Of the pages and snapshot slots of all pools, those with an active reference, or neither free nor in a record.
 
-    All handles have ended. The lists are read one by one instead of trusting the pool's own counters.
+    All handles have ended. The lists are read one by one instead of trusting the pools' own counters. ``capacity``: how
+    many there were to begin with.
     """
-    pool = ResourceType.BASE_KV_PAGE
-    accounted = np.zeros(pages, dtype=np.bool_)
-    accounted[manager.pools.free_list(pool)] = True
+    sizes = capacity.counts
+    accounts = {kind: np.zeros(size, dtype=np.bool_) for kind, size in zip(ResourceType, sizes, strict=True)}
+    for kind, accounted in accounts.items():
+        accounted[manager.pools.free_list(kind)] = True
     for record in manager.records.iterate_lru():
-        accounted[record.base_page_path] = True
-    accounted[manager.pools.pool(pool).active > 0] = False
-    return pages - int(np.count_nonzero(accounted))
+        for resource in record.resources():
+            accounts[resource.type][resource.index] = True
+    for kind, accounted in accounts.items():
+        accounted[manager.pools.pool(kind).active > 0] = False
+    return sum(sizes) - sum(int(np.count_nonzero(accounted)) for accounted in accounts.values())

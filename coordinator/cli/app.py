@@ -61,14 +61,22 @@ def command_line() -> None:
 
 @command_line.command()
 @click.argument("workload", required=False, metavar="[WORKLOAD]")
+@click.option("--flavour", default="vanilla", show_default=True, metavar="NAME",
+              help="Model state and drafts: vanilla, eagle, draft, shared-kv, hybrid, recurrent or hybrid-mtp. All but "
+              "vanilla run static batches.")
+@click.option("--verify/--no-verify", default=None,
+              help="Compare what sequences hold with a cold computation.  [default: only for the shipped workload]")
+@click.option("--snapshot-slots", type=click.IntRange(1, 2**20), metavar="N",
+              help="Slots for checkpoints of hybrid, recurrent and hybrid-mtp.  [default: 2 x max-batch + 64]")
 @click.option("--backend", type=click.Choice(["host", "cupy", "auto"]), default="host", show_default=True,
               help="Where the pages live; auto takes the best one that works here.")
 @click.option("--pages", type=click.IntRange(1), metavar="N",
               help="Pages in the pool.  [default: 4 x max-batch x pages of a row]")
 @click.option("--page-size", type=click.IntRange(1, 65_536), default=128, show_default=True, metavar="TOKENS",
               help="Tokens of a page.")
-@click.option("--max-batch", type=click.IntRange(1, 65_536), default=32, show_default=True, metavar="N",
-              help="Sequences that run together; 1 finishes a request before the next lookup.")
+@click.option("--max-batch", type=click.IntRange(1, 65_536), metavar="N",
+              help="Sequences that run together; 1 finishes a request before the next lookup.  [default: 32; 1 for "
+              "hybrid-mtp]")
 @click.option("--max-records", type=click.IntRange(1, _INT32_MAX), metavar="N",
               help="Cached endpoints to keep.  [default: as many as the pages allow]")
 @click.option("--max-new-tokens", type=click.IntRange(1, _INT32_MAX), metavar="N",
@@ -81,10 +89,13 @@ def command_line() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")  # fmt: skip
 def run(
     workload: str | None,
+    flavour: str,
+    verify: bool | None,
+    snapshot_slots: int | None,
     backend: str,
     pages: int | None,
     page_size: int,
-    max_batch: int,
+    max_batch: int | None,
     max_records: int | None,
     max_new_tokens: int | None,
     row_tokens: int | None,
@@ -96,18 +107,23 @@ def run(
 
     WORKLOAD is a JSON Lines file, one request a line: token_ids or text and max_new_tokens (optionally lookup_policy,
     commit_policy, tenant, arrival), or the Mooncake trace format (timestamp, input_length, output_length, hash_ids).
-    Without it the shipped workload runs; - is standard input. The embedded model computes nothing and emits
-    deterministic tokens. Exit 1 if a page leaked.
+    Without it the shipped workload runs; - is standard input. With --verify, and for every flavour but vanilla, the
+    embedded model writes a state for each token through the page tables and reads it back; otherwise it computes
+    nothing and emits deterministic tokens. Exit 1 if a page or snapshot slot leaked, or if something that a sequence
+    reused, held or generated is not what a cold run computes: the first difference is named by request, position and
+    page.
 
     \b
     Examples:
       context-cache run
       context-cache run requests.jsonl --pages 4096 --max-batch 8
       context-cache run trace.jsonl --limit 1000 --json
+      context-cache run trace.jsonl --flavour hybrid --verify --limit 300
     """
     if backend == "cupy":
         raise Unusable("--backend cupy is not available in this version; use --backend host")
 
+    from context_cache.coordinator.cli.flavours import FlavourError, check_options
     from context_cache.coordinator.cli.progress import LateProgress
     from context_cache.coordinator.cli.report import print_report
     from context_cache.coordinator.cli.scheduler import RunFailed, run_workload
@@ -116,19 +132,39 @@ def run(
     from context_cache.coordinator.cli.workloads import shipped_workload
 
     try:
+        kind, batch, slots = check_options(
+            flavour, max_batch=max_batch, pages=pages, snapshot_slots=snapshot_slots
+        )
         if workload is None:
             with shipped_workload() as path:
                 requests = read_workload(path, name="shipped workload")
         else:
             requests = read_workload(workload)
         requests = requests.cut(limit=limit, max_new_tokens=max_new_tokens)
-        size = size_run(requests, page_size=page_size, max_batch=max_batch, pages=pages, row_tokens=row_tokens)
-    except (WorkloadError, SizeError) as error:
+        size = size_run(
+            requests, page_size=page_size, max_batch=batch, pages=pages, row_tokens=row_tokens, headroom=kind.width,
+            paged=kind.has_attention,
+        )  # fmt: skip
+    except (FlavourError, WorkloadError, SizeError) as error:
         raise Unusable(str(error)) from None
     try:
         with LateProgress("requests", len(requests.requests)) as progress:
-            report = run_workload(requests, size, max_records=max_records, seed=seed, progress=progress)
+            report = run_workload(
+                requests,
+                size,
+                flavour=kind,
+                max_records=max_records,
+                snapshot_slots=slots,
+                seed=seed,
+                verify=workload is None if verify is None else verify,
+                progress=progress,
+            )
     except MemoryError:
+        if not size.pages:
+            raise Unusable(
+                f"{batch} sequences and {slots} snapshot slots do not fit into memory; choose fewer with --max-batch "
+                "and --snapshot-slots"
+            ) from None
         raise Unusable(f"{size.pages} pages do not fit into memory; choose fewer with --pages") from None
     except RunFailed as error:
         raise DoesNotHold(str(error)) from None

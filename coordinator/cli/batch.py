@@ -49,6 +49,12 @@ class Ticket:
         return self.request.prompt_length + self.generated
 
     @property
+    def slot(self) -> int:
+        """Its resident slot."""
+        assert self.resident is not None, "a sequence in a batch has a resident slot"
+        return self.resident.slot
+
+    @property
     def remaining(self) -> int:
         """Tokens still to generate once it has been prefilled: the prefill samples one."""
         return self.request.max_new_tokens - self.generated - 1
@@ -71,6 +77,10 @@ class Batch:
         ordinals = np.array([ticket.ordinal for ticket in tickets], dtype=np.int64)
         remaining = np.array([ticket.remaining for ticket in tickets], dtype=np.int64)
         return cls(request, tickets, ordinals, remaining)
+
+    def slots(self) -> NDArray[np.int64]:
+        """Resident slots in logical order, int64[n]; a new array."""
+        return np.array([ticket.slot for ticket in self.tickets], dtype=np.int64)
 
     def append(self, ticket: Ticket) -> None:
         self.tickets.append(ticket)

@@ -1,6 +1,8 @@
-"""The embedded runtime: what a real runtime does around the coordinator, with a model that computes nothing.
+"""The embedded runtime: what a real runtime does around the coordinator.
 
-The model's tokens depend on the request's place in the workload, on the position in the sequence and on the seed, and
+Two models. ``StubModel`` (module ``stub``) computes states through the device's rows; every flavour but vanilla, and
+every verified run, uses it. ``EmbeddedModel`` computes nothing, so that a plain run measures the coordinator alone: its
+tokens depend on the request's place in the workload, on the position in the sequence and on the seed, and
 on nothing else: not on the batch a request happens to run in, not on what was reused. So two runs of one workload agree
 token for token whatever the page count or the batch size, and a preempted request can be given its tokens back
 without anyone having stored them.
@@ -20,13 +22,15 @@ from numpy.typing import NDArray
 from context_cache.backends import HostBackend
 from context_cache.coordinator import (
     ContextCacheConfig,
-    DeploymentConfig,
-    LayerGeometry,
     ResidentSlotPool,
     allocate_resources,
+    validate_deployment,
 )
+from context_cache.coordinator.cli.flavours import FLAVOURS, Flavour
 from context_cache.coordinator.cli.measured import MeasuredCoordinator
 from context_cache.coordinator.cli.sizing import RunSize
+from context_cache.coordinator.cli.stub import StubModel
+from context_cache.coordinator.manager import ResourceDemand
 
 __all__ = ["EmbeddedModel", "EmbeddedRuntime"]
 
@@ -66,27 +70,49 @@ class EmbeddedModel:
 class EmbeddedRuntime:
     """Backend, stream, device memory, resident slots and the coordinator of one run.
 
-    The K/V pool is that of one layer with one head of four FP16 values; it is zeroed lazily and never touched, because
-    nothing is computed. Raises MemoryError if the pool does not fit.
+    model: None when nothing is computed; the K/V pool is zeroed lazily and then never touched.
+    capacity: what each of the four pools has.
+    Raises MemoryError if the pools do not fit.
     """
 
-    def __init__(self, size: RunSize, *, max_records: int | None = None) -> None:
-        deployment = DeploymentConfig(
-            max_batch=size.max_batch,
-            kv_capacity_tokens=size.row_tokens,
-            page_size=size.page_size,
-            layers=(LayerGeometry.attention(kv_heads=1, head_dim=4),),
-            # One row has to fit, not one row per sequence: a small pool is how refusals and evictions are seen.
-            enforce_min_pool=False,
+    def __init__(
+        self,
+        size: RunSize,
+        flavour: Flavour = FLAVOURS["vanilla"],
+        *,
+        max_records: int | None = None,
+        snapshot_slots: int = 0,
+        seed: int = 0,
+        compute: bool = False,
+    ) -> None:
+        deployment = flavour.deployment(
+            max_batch=size.max_batch, row_tokens=size.row_tokens, page_size=size.page_size
         )
+        profile = validate_deployment(deployment)
         self._backend = HostBackend()
         self.stream: Final = self._backend.new_stream("embedded")
         resources = allocate_resources(deployment, size.pages, self._backend)
         self._cache = resources.base_cache
+        self.capacity: Final = ResourceDemand(
+            size.pages,
+            size.pages if flavour.has_draft_pages else 0,
+            snapshot_slots if flavour.has_recurrent else 0,
+            snapshot_slots if flavour.has_recurrent and flavour.has_attention else 0,
+        )
+        self.model: Final = (
+            StubModel(flavour, resources, self._backend, self.stream, row_tokens=size.row_tokens, seed=seed)
+            if compute
+            else None
+        )
         self.residents: Final = ResidentSlotPool(size.max_batch)
         self.mapping: Final[Any] = self._backend.array((size.max_batch,), "int32")
         self.coordinator: Final = MeasuredCoordinator(
-            ContextCacheConfig(enabled=True, max_records=max_records),
+            ContextCacheConfig(
+                enabled=True,
+                max_records=max_records,
+                recurrent_snapshot_pool_bytes=self.capacity.recurrent_snapshot_slots * profile.recurrent_slot_bytes,
+                partial_kv_snapshot_pool_bytes=self.capacity.partial_kv_snapshot_slots * profile.partial_slot_bytes,
+            ),
             deployment,
             resources,
             backend=self._backend,
@@ -97,19 +123,39 @@ class EmbeddedRuntime:
     def backend_name(self) -> str:
         return self._backend.name
 
-    def prefill(self, lengths: NDArray[np.int32]) -> None:
-        """Run the prefill of a founder batch: int32[n] input lengths, in logical order."""
-        self._write_lengths(0, lengths)
+    def prefill(self, lengths: NDArray[np.int32], slots: NDArray[np.int64]) -> None:
+        """Run the prefill of a founder batch: int32[n] input lengths and int64[n] resident slots, in logical order."""
+        if self.model is None:
+            self._write_lengths(0, lengths)
+        else:
+            for logical, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+                self.model.prefill(logical, slot, length)
         self.synchronize()
 
-    def prefill_joiner(self, slot: int, length: int) -> None:
-        """Append logical slot ``slot`` to the running batch and run its prefill of ``length`` tokens."""
-        self._cache.set_active_batch_size(slot + 1)
-        self._write_lengths(slot, np.array([length], dtype=np.int32))
+    def prefill_joiner(self, logical: int, slot: int, start: int, length: int) -> None:
+        """Append a sequence to the running batch and run its prefill of tokens ``start`` to ``length``."""
+        self._cache.set_active_batch_size(logical + 1)
+        self._write_lengths(logical, np.array([length if self.model is None else start], dtype=np.int32))
+        if self.model is not None:
+            self.model.prefill(logical, slot, length)
         self.synchronize()
 
-    def decode(self, batch: int) -> None:
-        """Run one decode step of the ``batch`` sequences that the length vector describes."""
+    def sampled(self, lengths: NDArray[np.int32], slots: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The tokens behind ``lengths``, int32[n], which the model has computed."""
+        assert self.model is not None, "tokens are sampled where a model computes"
+        tokens: NDArray[np.int32] = self.model.tokens[slots, lengths]
+        return tokens
+
+    def decode(self, batch: int, slots: NDArray[np.int64] | None = None) -> None:
+        """Run one decode step of the ``batch`` sequences that the length vector describes.
+
+        slots: their resident slots, int64[n], where a model computes.
+        """
+        if self.model is not None:
+            assert slots is not None, "a model that computes has to know the resident slots"
+            self.model.decode(slots)
+            self.synchronize()
+            return
         lengths = self._cache.lengths
 
         def work() -> None:

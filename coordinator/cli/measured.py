@@ -127,6 +127,23 @@ class MeasuredCoordinator(ContextCacheCoordinator):
     def finish(self, request: RequestHandle) -> Status:
         return self._timed(super().finish, request)
 
+    def enqueue_prefill_captures(self, request: RequestHandle) -> Status:
+        return self._timed(super().enqueue_prefill_captures, request)
+
+    def publish_hybrid_mtp_endpoint(
+        self, request: RequestHandle, slot: int, resident_length: int, base_hidden: DeviceArray, boundary_row: int
+    ) -> Status:
+        return self._timed(
+            super().publish_hybrid_mtp_endpoint, request, slot, resident_length, base_hidden, boundary_row
+        )
+
+    def restore_hybrid_mtp_boundary_hidden(
+        self, request: RequestHandle, slot: int, base_hidden: DeviceArray, destination_row: int
+    ) -> Status:
+        return self._timed(
+            super().restore_hybrid_mtp_boundary_hidden, request, slot, base_hidden, destination_row
+        )
+
     def shutdown(self) -> Status:
         return self._timed(super().shutdown)
 

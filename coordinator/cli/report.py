@@ -25,9 +25,14 @@ class RunReport:
     ``prompt_tokens`` and ``reused_tokens`` count the first admission of each request; what a preempted request had to
     prefill again is ``recomputed_tokens``. ``generated_tokens`` counts what requests were given, ``decode_tokens`` what
     decode steps produced (the rest was sampled by prefills). The two percentiles are None if there was no decode step.
+
+    ``verified_requests``: how many were compared with a cold computation at their end, None without verification. The
+    last four are None for a flavour without snapshots; ``checkpoints`` counts those published. ``leaked_pages`` counts
+    snapshot slots too.
     """
 
     workload: str
+    flavour: str
     backend: str
     seed: int
     pages: int
@@ -55,6 +60,11 @@ class RunReport:
     coordinator_seconds: float
     coordinator_us_per_step_p50: float | None
     coordinator_us_per_step_p99: float | None
+    verified_requests: int | None = None
+    snapshot_slots: int | None = None
+    checkpoints: int | None = None
+    hybrid_restores: int | None = None
+    hybrid_snapshot_pressure_skips: int | None = None
 
     def to_json(self) -> dict[str, object]:
         """One flat object; times are rounded to what a clock can tell."""
@@ -63,7 +73,8 @@ class RunReport:
 
 def print_report(report: RunReport, console: Console) -> None:
     """Print the table; readable from 60 columns on."""
-    console.print(Text(f"{Path(report.workload).name}, {_count(report.requests)} requests", style="bold"))
+    name = Path(report.workload).name
+    console.print(Text(f"{name}, {_count(report.requests)} requests, {report.flavour}", style="bold"))
     table = Table(
         box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False, width=min(console.width, _WIDTH_MAX)
     )
@@ -88,7 +99,7 @@ _Row = tuple[str, str, str]
 
 def _sections(report: RunReport) -> tuple[tuple[str, tuple[_Row, ...]], ...]:
     pool = f"of {report.page_size} tokens; a row has {report.row_tokens // report.page_size}"
-    reused = (
+    reused: tuple[_Row, ...] = (
         ("prompt tokens", _count(report.prompt_tokens), f"{_count(report.recomputed_tokens)} prefilled twice"),
         ("reused", _share(report.reused_tokens, report.prompt_tokens), f"{_count(report.reused_tokens)} tokens"),
         ("records at the end", _count(report.records), f"{_count(report.evicted_records)} evicted"),
@@ -109,7 +120,15 @@ def _sections(report: RunReport) -> tuple[tuple[str, tuple[_Row, ...]], ...]:
     if report.coordinator_us_per_step_p50 is not None and report.coordinator_us_per_step_p99 is not None:
         step = f"{report.coordinator_us_per_step_p50:.1f} us"
         cost += (("per decode step", step, f"p99 {report.coordinator_us_per_step_p99:.1f} us"),)
-    pages = (("pages", _count(report.pages), pool),)
+    pages: tuple[_Row, ...] = (("pages", _count(report.pages), pool),)
+    if report.snapshot_slots is not None:
+        reused += (
+            ("checkpoints", _count(report.checkpoints or 0), f"{_count(report.hybrid_restores or 0)} restored"),
+            ("skipped checkpoints", _count(report.hybrid_snapshot_pressure_skips or 0), "no snapshot slot was free"),
+        )
+        pages += (("snapshot slots", _count(report.snapshot_slots), "of each kind"),)
+    if report.verified_requests is not None:
+        reused += (("verified requests", _count(report.verified_requests), "all they hold equals a cold run"),)
     return (("Reuse", reused), ("Work", work), ("Cost", cost), ("Pages", pages))
 
 

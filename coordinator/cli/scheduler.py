@@ -1,4 +1,6 @@
-"""In-flight batching over the coordinator's runtime adapter, with the embedded model.
+"""In-flight batching over the coordinator's runtime adapter, with the embedded model; and the entry for all flavours.
+
+Vanilla runs as described here, the other flavours in static batches (module ``static``).
 
 Requests are taken in file order as fast as they fit. The commit policy belongs to a request handle, so there is one
 running batch for each commit policy in use; batches take turns at settled points. A batch begins with founders and is
@@ -18,9 +20,7 @@ Rule 2: only time inside the coordinator's own calls counts as the coordinator's
 
 from __future__ import annotations
 
-import hashlib
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Final
 
@@ -29,23 +29,22 @@ from numpy.typing import NDArray
 
 from context_cache.coordinator import (
     AdmitOutcome,
-    BlockKeyExtras,
     CommitPolicy,
     ContextCacheBatchAdmission,
     ContextCacheRequest,
-    ContextCacheSequenceAdmission,
     DecodingKvHeadroom,
-    Digest,
     ResidentRef,
     Status,
 )
-from context_cache.coordinator.adapter import FinishReason, PreparedStep, RuntimeSequence
-from context_cache.coordinator.cli.accounts import Counts, leaked_pages
+from context_cache.coordinator.adapter import FinishReason, PreparedStep
+from context_cache.coordinator.cli.accounts import leaked_pages
 from context_cache.coordinator.cli.batch import Batch, Ticket
-from context_cache.coordinator.cli.embedded import EmbeddedModel, EmbeddedRuntime
+from context_cache.coordinator.cli.flavours import FLAVOURS, Flavour
 from context_cache.coordinator.cli.report import RunReport
+from context_cache.coordinator.cli.running import RunFailed, Running, RunOptions
 from context_cache.coordinator.cli.sizing import HEADROOM_TOKENS, RunSize
-from context_cache.coordinator.cli.workload import Workload, WorkloadRequest
+from context_cache.coordinator.cli.static import StaticScheduler
+from context_cache.coordinator.cli.workload import Workload
 
 __all__ = ["RunFailed", "run_workload"]
 
@@ -54,87 +53,66 @@ _RUN_STEPS_MAX: Final = 256  # bounds the token matrix of one run of steps
 _TURN_STEPS_MAX: Final = 32  # while two batches take turns
 
 
-class RunFailed(Exception):
-    """The run could not go on, or its books do not balance. One sentence."""
-
-
 def run_workload(
     workload: Workload,
     size: RunSize,
     *,
+    flavour: Flavour = FLAVOURS["vanilla"],
     max_records: int | None = None,
+    snapshot_slots: int = 0,
     seed: int = 0,
+    verify: bool = False,
     progress: Callable[[int], None] = lambda finished: None,
 ) -> RunReport:
     """Run every request of ``workload`` to its end and report.
 
-    ``progress`` is called now and then with the number of finished requests.
-    Raises: RunFailed if the coordinator refuses to go on or the books do not balance; MemoryError if the pool does not
-    fit into memory.
+    ``verify``: compare a sample of the requests with a cold computation. ``progress`` is called now and then with the
+    number of finished requests.
+    Raises: RunFailed if the coordinator refuses to go on, the books do not balance or a comparison finds a difference;
+    MemoryError if the pools do not fit into memory.
     """
     started = perf_counter()
-    scheduler = _Scheduler(workload, size, max_records, seed, progress)
-    scheduler.run()
-    return scheduler.report(started)
+    options = RunOptions(
+        flavour=flavour, max_records=max_records, snapshot_slots=snapshot_slots, seed=seed, verify=verify,
+        progress=progress,
+    )  # fmt: skip
+    running = (_Scheduler if flavour.live else StaticScheduler)(workload, size, options)
+    running.run()
+    return _report(running, started)
 
 
-class _Scheduler:
-    def __init__(
-        self, workload: Workload, size: RunSize, max_records: int | None, seed: int, progress: Callable[[int], None]
-    ) -> None:
-        self._workload = workload
-        self._size = size
-        self._max_records = max_records
-        self._seed = seed
-        self._progress = progress
-        self._runtime = EmbeddedRuntime(size, max_records=max_records)
-        self._coordinator = self._runtime.coordinator
-        self._model = EmbeddedModel(seed)
-        self._queue: deque[Ticket] = deque()  # taken from the file, and waiting: for the first time, or again
-        self._next = 0  # the first request that was not taken from the file
+class _Scheduler(Running):
+    """Live: sequences join a running batch."""
+
+    def __init__(self, workload: Workload, size: RunSize, options: RunOptions) -> None:
+        super().__init__(workload, size, options)
         self._batches: dict[CommitPolicy, Batch] = {}
         self._blocked = False  # the head of the queue was refused, and no sequence has ended since
-        self._counts = Counts()
 
-    # The run ----------------------------------------------------------------------------------------------------
-
-    def run(self) -> None:
-        try:
+    def _run(self) -> None:
+        self._admit()
+        while self._batches:
+            for batch in tuple(self._batches.values()):
+                self._decode(batch)
             self._admit()
-            while self._batches:
-                for batch in tuple(self._batches.values()):
-                    self._decode(batch)
-                self._admit()
-        except BaseException:
-            for batch in self._batches.values():
-                batch.request.handle.close()
-            self._coordinator.shutdown()
-            raise
-        if self._head() is not None:
-            raise RunFailed("nothing runs, yet the next request was refused; this is a bug, please report it")
-        generated = self._counts.prefill_tokens + self._counts.decode_tokens
-        wanted = sum(request.max_new_tokens for request in self._workload.requests)
-        if generated != wanted:
-            raise RunFailed(f"{generated} tokens were generated instead of {wanted}; this is a bug, please report it")
+
+    def _running(self) -> Iterable[Batch]:
+        return self._batches.values()
+
+    def _finished(self, left: list[Ticket]) -> None:
+        del self._batches[left[0].commit_policy]
 
     # Admission --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Admit from the head of the queue until it is empty, no resident slot is free, or there is no room."""
         while not self._blocked and (head := self._head()) is not None:
-            resident = self._runtime.residents.acquire()
+            resident = self.runtime.residents.acquire()
             if resident is None:
                 return
             batch = self._batches.get(head.commit_policy)
             admitted = self._begin(head, resident) if batch is None else self._join(batch, head, resident)
             self._blocked = not admitted
-
-    def _head(self) -> Ticket | None:
-        if not self._queue and self._next < len(self._workload.requests):
-            request = self._workload.requests[self._next]
-            self._queue.append(Ticket(self._next, request, _admission(request, request.prompt())))
-            self._next += 1
-        return self._queue[0] if self._queue else None
 
     def _begin(self, head: Ticket, resident: ResidentRef) -> bool:
         """Found a batch with as many waiting requests as there are free resident slots, or with fewer if need be."""
@@ -143,7 +121,7 @@ class _Scheduler:
         while (
             (following := self._head()) is not None
             and following.commit_policy is head.commit_policy
-            and (free := self._runtime.residents.acquire()) is not None
+            and (free := self.runtime.residents.acquire()) is not None
         ):
             founders.append(self._queue.popleft())
             residents.append(free)
@@ -155,13 +133,13 @@ class _Scheduler:
                 commit_policy=head.commit_policy,
             )
             outcome, request = ContextCacheRequest.begin(
-                self._coordinator, admission, headroom=_HEADROOM, mapping_tensor=self._runtime.mapping
+                self.coordinator, admission, headroom=_HEADROOM, mapping_tensor=self.runtime.mapping
             )
             if request is None:
                 self._refused(outcome)
                 count //= 2
         for unused in residents[count:]:
-            self._runtime.residents.release(unused)
+            self.runtime.residents.release(unused)
         self._queue.extendleft(reversed(founders[count:]))
         if request is None:
             return False
@@ -169,43 +147,45 @@ class _Scheduler:
         self._batches[head.commit_policy] = batch
         for ticket, taken, start in zip(batch.tickets, residents, request.prefill_starts, strict=False):
             self._seated(ticket, taken, start)
-        self._counts.founders += count
+        self.counts.founders += count
         request.prepare_prefill()
-        self._runtime.prefill(request.lengths)
-        request.complete_prefill(self._model.tokens(batch.ordinals, request.lengths, 1)[0])
+        for ticket, start in zip(batch.tickets, request.prefill_starts, strict=True):
+            self._load(ticket, start)
+        slots = batch.slots()
+        self.runtime.prefill(request.lengths, slots)
+        self._check()
+        if self.runtime.model is None:
+            sampled = self._model.tokens(batch.ordinals, request.lengths, 1)[0]
+        else:
+            sampled = self.runtime.sampled(request.lengths, slots)
+        request.complete_prefill(sampled)
         self._retire_ended(batch)
         return True
 
     def _join(self, batch: Batch, head: Ticket, resident: ResidentRef) -> bool:
         outcome = batch.request.admit(head.admission.on(resident), _HEADROOM)
         if outcome is not AdmitOutcome.ADMITTED:
-            self._runtime.residents.release(resident)
+            self.runtime.residents.release(resident)
             self._refused(outcome)
             return False
         self._queue.popleft()
         slot, length = len(batch.tickets), head.input_length
         batch.append(head)
-        self._seated(head, resident, batch.request.prefill_starts[slot])
-        self._counts.joiners += 1
-        self._runtime.prefill_joiner(slot, length)
-        if not batch.request.complete_admission(slot, int(self._model.sequence(head.ordinal, length, 1)[0])):
+        start = batch.request.prefill_starts[slot]
+        self._seated(head, resident, start)
+        self.counts.joiners += 1
+        self._load(head, start)
+        self.runtime.prefill_joiner(slot, resident.slot, start, length)
+        self._check()
+        if self.runtime.model is None:
+            sampled = int(self._model.sequence(head.ordinal, length, 1)[0])
+        else:
+            sampled = int(self.runtime.model.tokens[resident.slot, length])
+        if not batch.request.complete_admission(slot, sampled):
             raise RunFailed("the coordinator is poisoned; this is a bug, please report it")
         if not head.remaining:
             self._retire_ended(batch)
         return True
-
-    def _seated(self, ticket: Ticket, resident: ResidentRef, start: int) -> None:
-        ticket.resident = resident
-        self._counts.prefill_tokens += 1
-        if ticket.generated:
-            self._counts.recomputed_tokens += ticket.input_length - start
-        else:
-            self._counts.reused_tokens += start
-
-    def _refused(self, outcome: AdmitOutcome) -> None:
-        if outcome is not AdmitOutcome.NO_CAPACITY:
-            raise RunFailed("the coordinator is poisoned; this is a bug, please report it")
-        self._counts.refused_admissions += 1
 
     # Decoding ---------------------------------------------------------------------------------------------------
 
@@ -213,11 +193,14 @@ class _Scheduler:
         """Decode until a sequence ends, nobody is left, or the batch's turn is over."""
         limit = _RUN_STEPS_MAX if len(self._batches) == 1 else _TURN_STEPS_MAX
         steps = min(int(batch.remaining.min()), limit)
-        tokens, size = self._model.tokens(batch.ordinals, batch.request.lengths, steps), len(batch.tickets)
+        size, model = len(batch.tickets), self.runtime.model
+        # A model that computes nothing has all tokens of the run beforehand; else each step samples its own.
+        tokens = None if model is not None else self._model.tokens(batch.ordinals, batch.request.lengths, steps)
+        slots = None if model is None else batch.slots()
         prepare, complete, model_step = (
             batch.request.prepare_decode_step,
             batch.request.complete_decode_step,
-            self._runtime.decode,
+            self.runtime.decode,
         )
         for step in range(steps):
             prepared = prepare(_HEADROOM)
@@ -225,14 +208,21 @@ class _Scheduler:
                 stays = self._preempt(batch, prepared, step)
                 if not batch.tickets:
                     return
-                tokens, size = tokens[:, stays], len(batch.tickets)
-            model_step(size)
+                size = len(batch.tickets)
+                tokens = None if tokens is None else tokens[:, stays]
+                slots = None if slots is None else slots[stays]
+            model_step(size, slots)
+            if tokens is not None:
+                sampled = tokens[step]
+            else:
+                assert model is not None, "tokens are known beforehand, or a model samples them"
+                sampled = model.produced[:, 0]
             if step < steps - 1:
-                complete(tokens[step])
+                complete(sampled)
             else:
                 ended = np.where(batch.remaining == steps, FinishReason.ENDED, FinishReason.RUNNING)
-                complete(tokens[step], reasons=ended.astype(np.uint8))
-            self._counts.decode_tokens += size
+                complete(sampled, reasons=ended.astype(np.uint8))
+            self.counts.decode_tokens += size
         batch.remaining -= steps
         self._retire_ended(batch)
 
@@ -242,98 +232,65 @@ class _Scheduler:
         stays[list(prepared.ended)] = False
         if prepared.poisoned or stays.all():
             raise RunFailed("a decode step got no pages and nobody could leave; this is a bug, please report it")
-        remaining = batch.remaining[~stays] - steps_done
-        left = self._left(batch, stays)
-        for ticket, still in zip(left, remaining.tolist(), strict=True):
-            ticket.generated = ticket.request.max_new_tokens - still
-            prompt = ticket.request.prompt()
-            generated = self._model.sequence(ticket.ordinal, prompt.size, ticket.generated)
-            ticket.admission = _admission(ticket.request, np.concatenate((prompt, generated)))
-        self._queue.extendleft(reversed(left))
-        self._counts.preemptions += len(left)
+        slots, remaining = batch.slots()[~stays].tolist(), (batch.remaining[~stays] - steps_done).tolist()
+        self._requeue(self._left(batch, stays), slots, remaining)
         # The pages that became free are for those that go on: the queue waits for the next end, if anybody is left.
         self._blocked = bool(self._batches)
         return stays
 
     # Leaving ----------------------------------------------------------------------------------------------------
 
-    def _retire_ended(self, batch: Batch) -> None:
-        stays = batch.remaining > 0
-        if stays.all():
-            return
-        if stays.any() and batch.request.compact(stays) is None:
-            raise RunFailed("the drain of a compaction failed; this is a bug, please report it")
-        self._counts.finished += len(self._left(batch, stays))
-        self._blocked = False
-        self._progress(self._counts.finished)
-
-    def _left(self, batch: Batch, stays: NDArray[np.bool_]) -> list[Ticket]:
-        """Follow those who left the request, by compaction or because nobody stays; then the request is finished."""
-        left = batch.keep(stays)
-        if batch.tickets:
-            self._counts.compactions += 1
-            if not self._runtime.check_lengths(batch.request.lengths - 1):  # the last token is not materialised yet
-                raise RunFailed("the device's lengths are not those of the batch; this is a bug, please report it")
-        else:
-            if batch.request.finish() is not Status.OK:
-                raise RunFailed("the drain at the end of a request failed; this is a bug, please report it")
-            del self._batches[left[0].commit_policy]
-        for ticket in left:
-            assert ticket.resident is not None, "a sequence in a batch has a resident slot"
-            self._runtime.residents.release(ticket.resident)
-            ticket.resident = None
-        return left
-
-    # The result -------------------------------------------------------------------------------------------------
-
-    def report(self, started: float) -> RunReport:
-        """The report; ends the coordinator. ``started`` is the reading of the clock at which the run began."""
-        counts, size, metrics = self._counts, self._size, self._coordinator.metrics()
-        leaked = leaked_pages(self._coordinator.manager, size.pages)
-        if self._coordinator.shutdown() is not Status.OK:
-            raise RunFailed("the coordinator did not shut down; this is a bug, please report it")
-        self._coordinator.close()
-        steps = self._coordinator.step_nanoseconds
-        p50, p99 = np.percentile(steps, (50, 99)).tolist() if steps.size else (None, None)
-        return RunReport(
-            workload=self._workload.source,
-            backend=self._runtime.backend_name,
-            seed=self._seed,
-            pages=size.pages,
-            page_size=size.page_size,
-            row_tokens=size.row_tokens,
-            max_batch=size.max_batch,
-            max_records=self._max_records,
-            requests=counts.finished,
-            prompt_tokens=sum(request.prompt_length for request in self._workload.requests),
-            reused_tokens=counts.reused_tokens,
-            recomputed_tokens=counts.recomputed_tokens,
-            generated_tokens=counts.prefill_tokens + counts.decode_tokens,
-            decode_tokens=counts.decode_tokens,
-            decode_steps=steps.size,
-            founders=counts.founders,
-            joiners=counts.joiners,
-            compactions=counts.compactions,
-            preemptions=counts.preemptions,
-            refused_admissions=counts.refused_admissions,
-            drains=sum(metrics.drains.values()),
-            evicted_records=metrics.evicted_records,
-            records=metrics.current_records,
-            leaked_pages=leaked,
-            wall_seconds=perf_counter() - started,
-            coordinator_seconds=self._coordinator.seconds,
-            coordinator_us_per_step_p50=None if p50 is None else p50 / 1000,
-            coordinator_us_per_step_p99=None if p99 is None else p99 / 1000,
-        )
+    def _retire_ended(self, batch: Batch) -> int:
+        ended = super()._retire_ended(batch)
+        if ended:
+            self._blocked = False
+        return ended
 
 
-def _admission(request: WorkloadRequest, tokens: NDArray[np.int32]) -> ContextCacheSequenceAdmission:
-    """What the coordinator gets of ``request`` when its input is ``tokens``; the resident slot is named later."""
-    tokens.flags.writeable = False  # then the coordinator need not copy it
-    tenant = None if request.tenant is None else Digest(hashlib.sha256(request.tenant.encode()).digest())
-    return RuntimeSequence(
-        token_ids=tokens,
-        resident=ResidentRef(),
-        key_extras=BlockKeyExtras(isolation_digest=tenant),
-        bypass=request.lookup_policy == "bypass",
-    ).admission()
+def _report(running: Running, started: float) -> RunReport:
+    """The report; ends the coordinator. ``started`` is the reading of the clock at which the run began."""
+    counts, size, options, coordinator = running.counts, running.size, running.options, running.coordinator
+    metrics = coordinator.metrics()
+    leaked = leaked_pages(coordinator.manager, running.runtime.capacity)
+    if coordinator.shutdown() is not Status.OK:
+        raise RunFailed("the coordinator did not shut down; this is a bug, please report it")
+    coordinator.close()
+    steps = coordinator.step_nanoseconds
+    p50, p99 = np.percentile(steps, (50, 99)).tolist() if steps.size else (None, None)
+    snapshots = options.flavour.has_recurrent
+    return RunReport(
+        workload=running.workload.source,
+        flavour=options.flavour.name,
+        backend=running.runtime.backend_name,
+        seed=options.seed,
+        pages=size.pages,
+        page_size=size.page_size,
+        row_tokens=size.row_tokens,
+        max_batch=size.max_batch,
+        max_records=options.max_records,
+        requests=counts.finished,
+        prompt_tokens=sum(request.prompt_length for request in running.workload.requests),
+        reused_tokens=counts.reused_tokens,
+        recomputed_tokens=counts.recomputed_tokens,
+        generated_tokens=counts.prefill_tokens + counts.decode_tokens,
+        decode_tokens=counts.decode_tokens,
+        decode_steps=steps.size,
+        founders=counts.founders,
+        joiners=counts.joiners,
+        compactions=counts.compactions,
+        preemptions=counts.preemptions,
+        refused_admissions=counts.refused_admissions,
+        drains=sum(metrics.drains.values()),
+        evicted_records=metrics.evicted_records,
+        records=metrics.current_records,
+        leaked_pages=leaked,
+        wall_seconds=perf_counter() - started,
+        coordinator_seconds=coordinator.seconds,
+        coordinator_us_per_step_p50=None if p50 is None else p50 / 1000,
+        coordinator_us_per_step_p99=None if p99 is None else p99 / 1000,
+        verified_requests=None if running.verifier is None else running.verifier.verified,
+        snapshot_slots=options.snapshot_slots if snapshots else None,
+        checkpoints=metrics.committed_publications if snapshots else None,
+        hybrid_restores=metrics.hybrid_restores if snapshots else None,
+        hybrid_snapshot_pressure_skips=metrics.hybrid_snapshot_pressure_skips if snapshots else None,
+    )

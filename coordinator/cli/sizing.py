@@ -11,7 +11,7 @@ from context_cache.coordinator.cli.workload import Workload
 __all__ = ["HEADROOM_TOKENS", "PAGES_MAX", "ROW_TOKENS_MAX", "RunSize", "SizeError", "size_run"]
 
 HEADROOM_TOKENS: Final = 1
-"""Positions past the committed length that a decode step may write: the embedded model decodes one token a step."""
+"""Positions past the committed length that a plain decode step may write; a speculative one writes more."""
 
 ROW_TOKENS_MAX: Final = 2**24
 """A longer sequence is taken for a mistake in the file: the longest context of any model is far below."""
@@ -28,7 +28,10 @@ class SizeError(Exception):
 
 @frozen
 class RunSize:
-    """``row_tokens`` is a multiple of ``page_size`` (tokens); ``pages`` is at least the pages of one row."""
+    """``row_tokens`` is a multiple of ``page_size`` (tokens); ``pages`` is at least the pages of one row.
+
+    Without attention layers there are no pages, and ``pages`` is 0.
+    """
 
     page_size: int
     row_tokens: int
@@ -41,28 +44,38 @@ class RunSize:
 
 
 def size_run(
-    workload: Workload, *, page_size: int, max_batch: int, pages: int | None = None, row_tokens: int | None = None
+    workload: Workload,
+    *,
+    page_size: int,
+    max_batch: int,
+    pages: int | None = None,
+    row_tokens: int | None = None,
+    headroom: int = HEADROOM_TOKENS,
+    paged: bool = True,
 ) -> RunSize:
     """Size the row for the longest input + output + headroom, rounded up to a page, unless ``row_tokens`` is given.
 
-    Without ``pages`` the pool holds four rows for every sequence that can run at once.
+    Without ``pages`` the pool holds four rows for every sequence that can run at once; a model that is not ``paged``
+    has no page. ``headroom``: positions past the committed length that a step may write.
     Raises: WorkloadError if a request does not fit into the row (with its line); SizeError if the pool is too small or
     too large.
     """
     limit = ROW_TOKENS_MAX if row_tokens is None else _round_up(row_tokens, page_size)
     longest = 0
     for request in workload.requests:
-        length = request.prompt_length + request.max_new_tokens + HEADROOM_TOKENS
+        length = request.prompt_length + request.max_new_tokens + headroom
         if length > limit:
             advice = "use --max-new-tokens" if row_tokens is None else "use --max-new-tokens, raise --row-tokens"
             raise workload.error(
                 request,
                 f"needs {length} tokens (input {request.prompt_length}, output {request.max_new_tokens}, headroom "
-                f"{HEADROOM_TOKENS}) and a page-table row holds {limit}; {advice} or remove the request",
+                f"{headroom}) and a page-table row holds {limit}; {advice} or remove the request",
             )
         longest = max(longest, length)
     row_pages = (_round_up(longest, page_size) if row_tokens is None else limit) // page_size
-    if pages is None:
+    if not paged:
+        pages = 0
+    elif pages is None:
         pages = _ROWS_PER_SLOT * max_batch * row_pages
         if pages > PAGES_MAX:
             raise SizeError(f"the default pool would have {pages} pages, more than {PAGES_MAX}; choose --pages")

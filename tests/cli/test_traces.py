@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from context_cache.coordinator.cli.flavours import FLAVOUR_NAMES
+
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("CONTEXT_CACHE_DATA", ROOT.parent / "shared" / "data"))
 
@@ -39,6 +41,27 @@ def test_few_pages_cost_refusals_and_retries_but_no_page(cli, trace):
     assert report["requests"] == 100
     assert report["refused_admissions"] > 0
     assert report["leaked_pages"] == 0
+
+
+@pytest.mark.parametrize("flavour", FLAVOUR_NAMES)
+def test_every_flavour_verifies_the_beginning_of_a_trace(cli, trace, flavour):
+    arguments = ("--flavour", flavour, "--verify", "--limit", 60, "--max-new-tokens", 20, "--json")
+    report = cli("run", trace("conversation"), *arguments).report
+    assert report["verified_requests"] == report["requests"] == 60
+    assert report["leaked_pages"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("flavour", FLAVOUR_NAMES)
+def test_every_flavour_verifies_three_hundred_requests(cli, trace, flavour, small):
+    """With few pages or snapshot slots too: eviction, refusals, preemption."""
+    options = () if not small else ("--snapshot-slots", 3) if flavour == "recurrent" else ("--pages", 1000)
+    arguments = ("--flavour", flavour, "--verify", "--limit", 300, *options, "--json")
+    report = cli("run", trace("conversation"), *arguments).report
+    assert report["verified_requests"] == report["requests"] == 300
+    assert report["leaked_pages"] == 0
+    assert report["evicted_records"] > 0 or not small
 
 
 @pytest.mark.slow
