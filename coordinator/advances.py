@@ -15,7 +15,7 @@ from attrs import define
 from context_cache.coordinator.arguments import Int32Array, as_int32, expect
 from context_cache.coordinator.core import Core, Request
 from context_cache.coordinator.errors import ContractViolation
-from context_cache.coordinator.ledger import SEATED, STATE_NAMES
+from context_cache.coordinator.ledger import BOUND, SEATED, STATE_NAMES
 from context_cache.coordinator.types import (
     HOLD_COMMITTED_STATE_LENGTH,
     BatchAdvance,
@@ -210,6 +210,8 @@ def _plan_mixed_step(
         )
     after = np.where(moves, batch.committed, old)
     kept = request.policy.step_common(core, request, common, after, moves)
+    if request.paired:
+        _refuse_beyond_draft(core, request, after if kept is None else kept, moves)
     residents = order[moves]
     changed = (following != states).nonzero()[0]
     committed = batch.committed[moves]
@@ -226,6 +228,19 @@ def _plan_mixed_step(
     )
 
 
+def _refuse_beyond_draft(core: Core, request: Request, lengths: Int32Array, moves: npt.NDArray[np.bool_]) -> None:
+    """What base and draft have in common lies within the draft's pages too. Raises ContractViolation."""
+    room = core.ledger.draft_page_count[request.order].astype(np.int64) * core.page_size
+    over = (moves & (lengths > room)).nonzero()[0]
+    if over.size:
+        slot = int(over[0])
+        raise ContractViolation(
+            f"slot {slot} claims {int(lengths[slot])} tokens in base and draft, its draft pages hold "
+            f"{int(room[slot])}; prepare the step with enough draft headroom",
+            slot=slot,
+        )
+
+
 def plan_full_input(core: Core, request: Request, batch: BatchAdvance, slots: Slots, lookahead: bool) -> StepPlan:
     """Check the end of a prefill for the logical ``slots``: the complete input is committed, plus the lookahead token.
 
@@ -233,6 +248,10 @@ def plan_full_input(core: Core, request: Request, batch: BatchAdvance, slots: Sl
     """
     ledger = core.ledger
     residents = request.order[slots]
+    if not (ledger.state[residents] == BOUND).all():
+        raise ContractViolation(
+            f"a sequence of request {request.id} was finalised by a call that was interrupted; finish or drop it"
+        )
     listed = ledger.token_count[residents]
     tokens = 1 if lookahead else 0
     counts = np.full(listed.size, tokens, np.int32)

@@ -298,7 +298,7 @@ def _check_spec_state(spec: SpecConfig, *, recurrent: bool, attention: bool) -> 
 
 def _check_draft(spec: SpecConfig, contract: SpecReuseContract) -> None:
     for index, layer in enumerate(spec.draft_layers):
-        if layer.kind is LayerKind.RECURRENT:
+        if getattr(layer, "kind", None) is LayerKind.RECURRENT:
             raise ContractViolation(
                 f"draft layer {index} is recurrent; a draft must have no recurrent layers", layer=index
             )

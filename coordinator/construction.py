@@ -18,7 +18,7 @@ from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.identity import BlockHasher
 from context_cache.coordinator.manager import ContextCacheManager, ResourceDemand, ResourceType
 from context_cache.coordinator.page_table import KVPageTable
-from context_cache.coordinator.snapshots import HybridSnapshotStorage
+from context_cache.coordinator.snapshots import HybridSnapshotStorage, check_live_tensors, check_tensor
 from context_cache.machines import Recorder
 
 __all__ = ["build_core"]
@@ -102,6 +102,10 @@ def _check_resources(
         return
     if draft is None or table is None:
         raise ContractViolation("this deployment's draft has pages of its own; give draft_cache and draft_page_table")
+    if draft is resources.base_cache or table is resources.base_page_table:
+        raise ContractViolation(
+            "base and draft share a cache or a page table; their pages are different, give each its own"
+        )
     _check_part("draft", deployment, draft, table, paged=True)
 
 
@@ -113,6 +117,8 @@ def _check_part(
         ("cache's max_batch", cache.max_batch, deployment.max_batch),
         ("cache's page size", cache.page_size, deployment.page_size),
     ]
+    if not paged and table is not None:
+        raise ContractViolation(f"the {name} model has no attention layers; leave its page table out")
     if paged:
         if table is None:
             raise ContractViolation(f"the {name} model has attention layers; give its page table")
@@ -126,3 +132,7 @@ def _check_part(
             raise ContractViolation(
                 f"the {name} {what} is {found}, expected {wanted}; allocate both for this deployment"
             )
+    check_live_tensors(deployment, cache, name)
+    check_tensor(f"{name} length vector", cache.lengths, (deployment.max_batch,), "int32")
+    if table is not None:
+        check_tensor(f"{name} page table", table.device_array, (deployment.max_batch, 2, deployment.row_pages), "int32")

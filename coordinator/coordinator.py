@@ -179,7 +179,7 @@ class ContextCacheCoordinator(AdmissionCalls, StepCalls):
         )
 
     def metrics(self) -> CoordinatorMetrics:
-        """Counters, pools and records now. Pages of all four kinds: free, leased, cached and idle, withheld."""
+        """Counters, pools and records now. A page of the base pool is free, leased, cached and idle, or withheld."""
         with self._entry:
             core = self._core
             withheld = {

@@ -198,8 +198,9 @@ class EagleSpecPolicy(PublicationPolicy):
         ledger = core.ledger
         if length > int(ledger.committed[resident]):
             raise InvariantViolation(f"resident slot {resident}: common length {length} passes the committed length")
-        if _publish_blocks(core, resident, length, decode_end=decode_end):
+        if _has_news(core, resident, length, decode_end=decode_end):
             core.counters.spec_pair_publications += 1
+            _publish_blocks(core, resident, length, decode_end=decode_end)
 
     def _given(self, common: object, committed: Int32Array) -> Int32Array:
         if common is None:
@@ -228,7 +229,7 @@ class SharedKvSpecPolicy(EagleSpecPolicy):
 
 
 def _is_absent(common: object) -> bool:
-    return common is None or (isinstance(common, list | tuple | np.ndarray) and len(common) == 0)
+    return common is None or (isinstance(common, list | tuple | np.ndarray) and np.size(common) == 0)
 
 
 BASE_ENDPOINT: Final = BaseEndpointPolicy()
@@ -261,14 +262,19 @@ def select_policy(
     return policy, paired
 
 
-def _publish_blocks(core: Core, resident: int, length: int, *, decode_end: bool) -> bool:
-    """Publish the full blocks of the first ``length`` tokens; False when there is nothing new to offer."""
+def _has_news(core: Core, resident: int, length: int, *, decode_end: bool) -> bool:
+    """Whether the first ``length`` tokens have a full block that may be offered and was not yet."""
     ledger = core.ledger
     if ledger.bypass[resident] or (decode_end and ledger.prefill_only[resident]):
         return False
-    blocks = length // core.page_size
-    if blocks <= int(ledger.published_blocks[resident]):
-        return False
+    return length // core.page_size > int(ledger.published_blocks[resident])
+
+
+def _publish_blocks(core: Core, resident: int, length: int, *, decode_end: bool) -> None:
+    """Publish the full blocks of the first ``length`` tokens, if there is something new to offer."""
+    if not _has_news(core, resident, length, decode_end=decode_end):
+        return
+    ledger, blocks = core.ledger, length // core.page_size
     chain = ledger.chain(resident)
     # The lookahead is listed but not committed, so it is not part of any hash.
     chain.extend_to(ledger.tokens[resident, :length], ledger.media[resident])
@@ -276,7 +282,6 @@ def _publish_blocks(core: Core, resident: int, length: int, *, decode_end: bool)
     result = core.manager.publish(ledger.lease(resident), hashes, length)
     core.counters.published(result.status)
     ledger.published_blocks[resident] = result.block_count
-    return True
 
 
 def publish_staged(core: Core, resident: int) -> None:
@@ -299,7 +304,7 @@ def _refuse_common(lengths: object) -> None:
     """Common lengths belong to speculative requests; raise ContractViolation if any were given."""
     if lengths is None:
         return
-    if not isinstance(lengths, list | tuple | np.ndarray):
+    if not isinstance(lengths, list | tuple | np.ndarray) or np.ndim(lengths) != 1:
         raise ContractViolation(f"common_state_lengths must be a list or array, got {type(lengths).__name__}")
     if len(lengths):
         raise ContractViolation(

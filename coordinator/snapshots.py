@@ -27,7 +27,7 @@ from context_cache.coordinator.deployment import DeploymentConfig, LayerGeometry
 from context_cache.coordinator.device_state import ContextCachePhysicalResources, HybridCacheManager
 from context_cache.coordinator.errors import ContractViolation
 
-__all__ = ["HybridSnapshotStorage"]
+__all__ = ["HybridSnapshotStorage", "check_live_tensors", "check_tensor"]
 
 Indices = Sequence[int] | npt.NDArray[np.integer[Any]]
 """One number per copy of a batch: a list, a tuple or an integer array."""
@@ -99,8 +99,7 @@ class HybridSnapshotStorage:
 
         base = resources.base_cache
         self._base_pages = base.num_pages
-        _check_cache(deployment, base, deployment.layers, "base")
-        _check_recurrent(deployment, base)
+        check_live_tensors(deployment, base, "base")
         recurrent = deployment.recurrent_layers
         self.recurrent_slabs: list[DeviceArray] = [
             backend.array((recurrent_slots, *layer.state_shape), storage_dtype(layer.state_dtype))
@@ -125,7 +124,7 @@ class HybridSnapshotStorage:
             draft = resources.draft_cache
             if draft is None:
                 raise ContractViolation("an mtp deployment needs draft_cache in its resources, and there is none")
-            _check_cache(deployment, draft, spec.draft_layers, "draft")
+            check_live_tensors(deployment, draft, "draft")
             self._draft_pages = draft.num_pages
             self._draft_pools = _owned_pools(draft, spec.draft_layers)
             self.draft_partial_slabs = self._new_partial_slabs(deployment, spec.draft_layers)
@@ -246,9 +245,12 @@ class HybridSnapshotStorage:
         self._backend.copy_row(rows, int(row), slab, int(slot), stream)
         return True
 
-    def check_hidden(self, tensor: DeviceArray, row: int, logical_slot: int = 0) -> None:
-        """Raise ContractViolation unless a hidden row could be copied from or to this place."""
+    def check_hidden(self, tensor: DeviceArray, row: int, logical_slot: int = 0, *, written: bool = False) -> None:
+        """Raise ContractViolation unless a hidden row could be copied from (``written``: to) this place."""
         self._hidden_rows("hidden row", "tensor", tensor, row, logical_slot)
+        flags = getattr(tensor, "flags", None)
+        if not getattr(flags, "c_contiguous", True) or (written and not getattr(flags, "writeable", True)):
+            raise ContractViolation("hidden row: the tensor must be contiguous, and writable where it is written to")
 
     def drained(self) -> None:
         """Everything enqueued has ended: every staging buffer is free."""
@@ -389,6 +391,13 @@ def _check_slots(recurrent_slots: int, partial_slots: int, *, has_attention: boo
         )
 
 
+def check_live_tensors(deployment: DeploymentConfig, cache: HybridCacheManager, model: str) -> None:
+    """K/V pools and recurrent state of ``base`` or ``draft`` are what the deployment says; raises ContractViolation."""
+    _check_cache(deployment, cache, deployment.layers if model == "base" else deployment.draft_layers, model)
+    if model == "base":
+        _check_recurrent(deployment, cache)
+
+
 def _check_cache(
     deployment: DeploymentConfig, cache: HybridCacheManager, layers: tuple[LayerGeometry, ...], model: str
 ) -> None:
@@ -398,7 +407,7 @@ def _check_cache(
     for index, (pool, layer) in enumerate(zip(cache.kv_pools, attention, strict=True)):
         if layer.owns_kv:
             shape = (2, cache.num_pages, *layer.page_shape(deployment.page_size))
-            _check_tensor(f"K/V pool of {model} attention layer {index}", pool, shape, dtype)
+            check_tensor(f"K/V pool of {model} attention layer {index}", pool, shape, dtype)
 
 
 def _check_recurrent(deployment: DeploymentConfig, cache: HybridCacheManager) -> None:
@@ -406,13 +415,13 @@ def _check_recurrent(deployment: DeploymentConfig, cache: HybridCacheManager) ->
     _count("recurrent state tensors", len(cache.recurrent_states), len(layers))
     _count("convolution state tensors", len(cache.conv_states), len(layers))
     for index, layer in enumerate(layers):
-        _check_tensor(
+        check_tensor(
             f"recurrent state of recurrent layer {index}",
             cache.recurrent_states[index],
             (deployment.max_batch, *layer.state_shape),
             storage_dtype(layer.state_dtype),
         )
-        _check_tensor(
+        check_tensor(
             f"convolution state of recurrent layer {index}",
             cache.conv_states[index],
             (deployment.max_batch, *layer.conv_shape),
@@ -428,7 +437,7 @@ def _count(what: str, found: int, expected: int) -> None:
         )  # fmt: skip
 
 
-def _check_tensor(what: str, tensor: DeviceArray, shape: tuple[int, ...], dtype: str) -> None:
+def check_tensor(what: str, tensor: DeviceArray, shape: tuple[int, ...], dtype: str) -> None:
     itemsize = np.dtype(dtype).itemsize
     strides = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     for fact, name, expected in (

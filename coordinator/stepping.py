@@ -22,12 +22,14 @@ from context_cache.coordinator.calls.captures import (
     NO_CAPTURES,
     EnqueueCapturesCall,
     MtpCall,
+    call_with,
     check_mtp_length,
+    exact_digest,
     plan_captures,
     plan_restores,
 )
 from context_cache.coordinator.calls.compaction import CompactionCall, check_mapping, check_tensor
-from context_cache.coordinator.calls.decode import DecodeCall, plan_growth
+from context_cache.coordinator.calls.decode import DecodeCall, catch_up, plan_growth
 from context_cache.coordinator.calls.progress import CompletionCall
 from context_cache.coordinator.core import PendingMapping
 from context_cache.coordinator.errors import ContractViolation
@@ -85,7 +87,9 @@ class StepCalls(Guarded):
                     raise ContractViolation(f"the captures of request {found.id} are enqueued already; ask once")
                 lengths = [(slot, int(core.ledger.token_count[slot])) for slot in found.order.tolist()]
                 captures = plan_captures(core, found, lengths, decode_end=False)
-            call = EnqueueCapturesCall(core, found, "enqueue_prefill_captures", captures)
+            call = call_with(
+                core, captures, lambda: EnqueueCapturesCall(core, found, "enqueue_prefill_captures", captures)
+            )
             core.fire(found, "enqueue_prefill_captures", call)
             return Status.OK
 
@@ -136,10 +140,16 @@ class StepCalls(Guarded):
                 check_mtp_length(core, found, resident, length, row)
                 assert core.snapshots is not None
                 core.snapshots.check_hidden(base_hidden, row, slot)
+                # The digest first: it may fail, and then the hit is still there.
+                exact_digest(core, resident, length)
                 # The hit has been read by the prefill behind us; its pins make room for what is captured now.
                 core.manager.release_restored_snapshots(ledger.lease(resident))
                 captures = plan_captures(core, found, [(resident, length)], decode_end=False)
-            call = MtpCall(core, found, "publish_mtp_endpoint", captures, slot, base_hidden, row)
+            call = call_with(
+                core,
+                captures,
+                lambda: MtpCall(core, found, "publish_mtp_endpoint", captures, slot, base_hidden, row),
+            )
             return Status.OK if core.fire(found, "publish_mtp_endpoint", call) else Status.POISONED
 
     def restore_hybrid_mtp_boundary_hidden(
@@ -161,7 +171,7 @@ class StepCalls(Guarded):
                     slot=slot,
                 )
             assert core.snapshots is not None
-            core.snapshots.check_hidden(base_hidden, row, slot)
+            core.snapshots.check_hidden(base_hidden, row, slot, written=True)
             call = MtpCall(core, found, "restore_mtp_boundary", NO_CAPTURES, slot, base_hidden, row)
             core.fire(found, "restore_mtp_boundary", call)
             return Status.OK
@@ -186,6 +196,8 @@ class StepCalls(Guarded):
                 expect(headroom, DecodingKvHeadroom, "headroom")
             if headroom.base_extra_tokens <= 0 or headroom.draft_extra_tokens != 0 or found.paired:
                 check_headroom(headroom, found.paired)
+            if found._state in ("decode_retry", "decode_retry_frozen"):
+                catch_up(core, found)
             growth, refusal = plan_growth(core, found, headroom)
             core.request_runner.fire(found, "prepare_decode_step", DecodeCall(core, found, growth, refusal))
             if refusal is None:
@@ -221,10 +233,19 @@ class StepCalls(Guarded):
             if completed and found.policy.captures:
                 captures = plan_captures(core, found, plan.lengths_after(core, found, completed), decode_end=True)
             awaited = found.slots if found._state == "decoding_frozen" else ()
-            call = CompletionCall(
-                core, found, "complete_decode_step", plan, prefill=awaited, ended=completed, waits=found.joiners > 0,
-                captures=captures,
-            )  # fmt: skip
+            waits = found.joiners > 0
+            if captures is NO_CAPTURES:
+                call = CompletionCall(
+                    core, found, "complete_decode_step", plan, prefill=awaited, ended=completed, waits=waits
+                )
+            else:
+                call = call_with(
+                    core,
+                    captures,
+                    lambda: CompletionCall(
+                        core, found, "complete_decode_step", plan, ended=completed, waits=waits, captures=captures
+                    ),
+                )
             drained = core.request_runner.fire(found, "complete_decode_step", call) is Ending.DONE
             return Status.OK if drained else Status.POISONED
 
@@ -250,10 +271,8 @@ class StepCalls(Guarded):
             mapping = check_mapping(old_to_new, new_batch_size, size)
             pending = PendingMapping(mapping, check_tensor(device_batch_mapping, size), int(new_batch_size))
             call = CompactionCall(core, found, "begin_batch_compaction", pending)
-            if not core.fire(found, "begin_batch_compaction", call):
-                return Status.POISONED
             found.mapping = pending
-            return Status.OK
+            return Status.OK if core.fire(found, "begin_batch_compaction", call) else Status.POISONED
 
     def compact_batch(self, request: RequestHandle) -> Status:
         """Clear the retired rows, compact the lengths, drain, release the retired leases.

@@ -6,12 +6,16 @@ reservation and the row that retires it. A reservation refused for want of slots
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
 from attrs import field, frozen
 
 from context_cache.backends.base import DeviceArray, DrainResult, HiddenCopy, SnapshotCopies
 from context_cache.coordinator.calls.base import RequestCall, publish_each
 from context_cache.coordinator.core import Core, Request
 from context_cache.coordinator.errors import ContractViolation, InvariantViolation
+from context_cache.coordinator.identity import Digest
 from context_cache.coordinator.ledger import (
     CAPTURE_CAPTURED,
     CAPTURE_NONE,
@@ -40,6 +44,7 @@ class Captures:
 
 
 NO_CAPTURES = Captures()
+C = TypeVar("C")
 
 
 def plan_restores(core: Core, request: Request) -> SnapshotCopies:
@@ -87,11 +92,32 @@ def plan_captures(core: Core, request: Request, wanted: list[tuple[int, int]], *
             item = _reserve(core, resident, length, mtp=mtp, decode_end=decode_end)
             if item is not None:
                 staged.append((resident, item))
+        return Captures(tuple(staged), _copies(core, request, staged)) if staged else NO_CAPTURES
     except BaseException:
-        for resident, item in staged:
-            core.manager.retire_reservation(core.ledger.lease(resident), item.reservation)
+        _retire(core, staged)
         raise
-    return Captures(tuple(staged), _copies(core, request, staged)) if staged else NO_CAPTURES
+
+
+def call_with(core: Core, captures: Captures, make: Callable[[], C]) -> C:
+    """Make the call object that takes the captures over; if that fails, their reservations are retired."""
+    try:
+        return make()
+    except BaseException:
+        _retire(core, captures.staged)
+        raise
+
+
+def _retire(core: Core, staged: Iterable[tuple[int, StagedHybridPublication]]) -> None:
+    for resident, item in staged:
+        core.manager.retire_reservation(core.ledger.lease(resident), item.reservation)
+
+
+def exact_digest(core: Core, resident: int, length: int) -> Digest:
+    """Identity of the first ``length`` tokens of a sequence; hashes its new full blocks and the tail."""
+    ledger = core.ledger
+    chain, tokens = ledger.chain(resident), ledger.tokens[resident, :length]
+    chain.extend_to(tokens, ledger.media[resident])
+    return chain.exact_digest(tokens, length, ledger.media[resident])
 
 
 def _reserve(core: Core, resident: int, length: int, *, mtp: bool, decode_end: bool) -> StagedHybridPublication | None:
@@ -102,9 +128,7 @@ def _reserve(core: Core, resident: int, length: int, *, mtp: bool, decode_end: b
         return None
     if length <= int(ledger.published_exact[resident]):
         return None
-    chain, tokens = ledger.chain(resident), ledger.tokens[resident, :length]
-    chain.extend_to(tokens, ledger.media[resident])
-    digest = chain.exact_digest(tokens, length, ledger.media[resident])
+    digest = exact_digest(core, resident, length)
     needs_partial = mtp or (core.profile.has_attention and length % core.page_size != 0)
     reservation = core.manager.reserve_snapshots(ledger.lease(resident), needs_partial)
     if reservation is None:
@@ -173,7 +197,7 @@ class CaptureMixin(RequestCall):
         """Nothing stays staged, whether it was published or not."""
         core, ledger = self.core, self.core.ledger
         retired = False
-        for resident in self.request.order.tolist():
+        for resident in core.owned_slots(self.request):
             item = ledger.staged[resident]
             if item is not None:
                 core.manager.retire_reservation(ledger.lease(resident), item.reservation)
@@ -225,6 +249,12 @@ def check_mtp_length(core: Core, request: Request, resident: int, length: int, b
     listed = int(ledger.token_count[resident])
     if length > listed:
         raise ContractViolation(f"resident length {length} is longer than the {listed} tokens of the sequence")
+    reuse = int(ledger.reuse[resident])
+    if length < reuse:
+        raise ContractViolation(
+            f"the boundary at {length} tokens lies before token {reuse}, where the sequence started; the state of then "
+            "is gone"
+        )
     if boundary_row < 0:
         raise ContractViolation(f"boundary row {boundary_row} must be 0 or more")
     index = (length - 1) // core.page_size

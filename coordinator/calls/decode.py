@@ -66,36 +66,52 @@ class DecodeCall(RequestCall):
         if growth is None:
             return False
         core, ledger, request = self.core, self.core.ledger, self.request
-        residents = request.order[growth.slots]
-        rows = residents.tolist()
+        rows = request.order[growth.slots].tolist()
         leases = [ledger.lease(slot) for slot in rows]
-        before = [(lease.page_count, lease.draft_page_count) for lease in leases]
         if core.manager.grow_all(leases, growth.base, growth.draft):
             raise InvariantViolation("growth was planned as possible and refused; the pools changed in between")
-        refs = [ledger.ref(slot) for slot in rows]
-        core.rows.extend_base(
-            refs,
-            [base for base, _ in before],
-            [lease.base_pages[base:] for lease, (base, _) in zip(leases, before, strict=True)],
-        )
-        ledger.page_count[residents] += growth.base
+        _extend(core, request, rows)
         added = growth.base * core.page_size
         request.room[growth.slots] += added
         growth.left[growth.slots] += added
         request.positions_left = int(growth.left.min())
-        if growth.draft is None or growth.draft_left is None:
-            return True
-        core.rows.extend_draft(
-            refs,
-            [draft for _, draft in before],
-            [lease.draft_pages[draft:] for lease, (_, draft) in zip(leases, before, strict=True)],
-        )
-        ledger.draft_page_count[residents] += growth.draft
-        added = growth.draft * core.page_size
-        request.draft_room[growth.slots] += added
-        growth.draft_left[growth.slots] += added
-        request.draft_left = int(growth.draft_left.min())
+        if growth.draft is not None and growth.draft_left is not None:
+            added = growth.draft * core.page_size
+            request.draft_room[growth.slots] += added
+            growth.draft_left[growth.slots] += added
+            request.draft_left = int(growth.draft_left.min())
         return True
+
+
+def _extend(core: Core, request: Request, residents: list[int]) -> None:
+    """Rows and ledger of these resident slots learn the pages that their leases have and they do not know yet."""
+    ledger = core.ledger
+    leases = [ledger.lease(slot) for slot in residents]
+    refs = [ledger.ref(slot) for slot in residents]
+    starts = ledger.page_count[residents].tolist()
+    core.rows.extend_base(refs, starts, [lease.base_pages[at:] for lease, at in zip(leases, starts, strict=True)])
+    for slot, lease in zip(residents, leases, strict=True):
+        ledger.page_count[slot] = lease.page_count
+    if not request.paired:
+        return
+    starts = ledger.draft_page_count[residents].tolist()
+    core.rows.extend_draft(refs, starts, [lease.draft_pages[at:] for lease, at in zip(leases, starts, strict=True)])
+    for slot, lease in zip(residents, leases, strict=True):
+        ledger.draft_page_count[slot] = lease.draft_page_count
+
+
+def catch_up(core: Core, request: Request) -> None:
+    """After a step that was interrupted while it grew: what the leases have counts, rows and ledger follow."""
+    ledger = core.ledger
+    behind = [
+        slot
+        for slot in request.order.tolist()
+        if ledger.page_count[slot] != ledger.lease(slot).page_count
+        or ledger.draft_page_count[slot] != ledger.lease(slot).draft_page_count
+    ]
+    if behind:
+        _extend(core, request, behind)
+    request.recount(ledger)
 
 
 def plan_growth(

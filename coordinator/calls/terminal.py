@@ -14,4 +14,7 @@ class TerminalCall(RequestCall):
 
     def publish_frozen(self) -> None:
         """Offer the prompt endpoint of every sequence, at most as far as base and draft agree."""
-        publish_each(self, [(slot, self.request.policy.publish_prefill) for slot in self.request.slots])
+        request, owned = self.request, set(self.core.owned_slots(self.request))
+        # An end that was interrupted has given some slots back; they may belong to somebody else by now.
+        slots = [slot for slot in request.slots if int(request.order[slot]) in owned]
+        publish_each(self, [(slot, request.policy.publish_prefill) for slot in slots])

@@ -15,7 +15,7 @@ from .planning import ReuseMode, ReusePlan
 from .pool import Indices, Pool
 from .resources import ResourceType
 
-__all__ = ["bind_and_draw", "drop_pins", "refuse_dead", "refuse_unfit", "release"]
+__all__ = ["bind_and_draw", "drop_pins", "give_back", "refuse_dead", "refuse_unfit", "release"]
 
 _Pins = list[tuple[Pool, Indices]]
 _NOT_BASE = [type for type in ResourceType if type != ResourceType.BASE_KV_PAGE]
@@ -145,11 +145,15 @@ def drop_pins(pins: _Pins) -> None:
 def release(books: Books, lease: Lease) -> None:
     """Drop every pin of the lease: per pool shared ones first, then the hit's snapshot, then private ones in allocation
     order, which fixes the order of the free list."""
-    holds = lease.holds
+    give_back(books, lease.holds)
+    del books.held[lease.id]
+    lease.forget()
+
+
+def give_back(books: Books, holds: Holdings) -> None:
+    """Unpin everything that was bound and drawn: in all pools or in none."""
     base = holds.pins(ResourceType.BASE_KV_PAGE)
     if holds.draft.count or holds.has_snapshots:
         books.base.check_pinned(base)
         drop_pins([(books.pools.pool(type), holds.pins(type)) for type in _NOT_BASE])
     books.base.unpin(base, holds.distinct)
-    del books.held[lease.id]
-    lease.forget()

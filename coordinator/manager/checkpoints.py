@@ -60,9 +60,16 @@ class CheckpointIndex:
         """Index a checkpoint whose key is not known: the caller has checked."""
         key = self.key_of(record)
         assert key is not None
-        counts = self._behind.setdefault(self._block(record, key), {}).setdefault(key.flavour, {})
-        counts[key.exact_length] = counts.get(key.exact_length, 0) + 1
+        block = self._block(record, key)
+        flavours = self._behind.get(block, {})
+        counts = flavours.get(key.flavour, {})
+        more = {**flavours, key.flavour: {**counts, key.exact_length: counts.get(key.exact_length, 0) + 1}}
         self._id_of[key] = record.id
+        try:
+            self._behind[block] = more
+        except BaseException:
+            del self._id_of[key]
+            raise
 
     def withdraw(self, record: CacheRecord) -> None:
         """Remove a checkpoint that is indexed; nothing for any other record. Cannot fail."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from ..errors import ContractViolation
 from . import growth, publishing, snapshots
-from .acquisition import bind_and_draw, foreign, refuse_unfit, release
+from .acquisition import bind_and_draw, foreign, give_back, refuse_unfit, release
 from .books import Books
 from .checkpoint_planning import plan_checkpoint, plan_mtp
 from .index import BaseBlockIndex
@@ -194,8 +194,13 @@ class ContextCacheManager:
         holds = bind_and_draw(books, plan)
         if holds is None:
             return AcquireResult(AcquireStatus.INSUFFICIENT_CAPACITY, plan)
-        lease = Lease(self, books.next_lease_id, plan, holds)
-        books.held[lease.id] = holds
+        try:
+            lease = Lease(self, books.next_lease_id, plan, holds)
+            books.held[lease.id] = holds
+        except BaseException:
+            books.held.pop(books.next_lease_id, None)
+            give_back(books, holds)
+            raise
         books.next_lease_id += 1
         if plan.protected_record is not None:
             books.touch_if_stored(plan.protected_record)

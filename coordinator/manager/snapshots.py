@@ -38,8 +38,13 @@ def reserve(books: Books, lease: Lease, needs_partial: bool) -> SnapshotReservat
     if not room.feasible:
         return None
     _, _, recurrent, partial = books.draw(room, *wanted)
-    reservation = SnapshotReservation(int(recurrent[0]), int(partial[0]) if needs_partial else None)
-    lease.holds.reservations = (*lease.holds.reservations, reservation)
+    try:
+        reservation = SnapshotReservation(int(recurrent[0]), int(partial[0]) if needs_partial else None)
+        lease.holds.reservations = (*lease.holds.reservations, reservation)
+    except BaseException:
+        books.recurrent.unpin(books.recurrent.indices(recurrent))
+        books.partial.unpin(books.partial.indices(partial))
+        raise
     return reservation
 
 
