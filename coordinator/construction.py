@@ -16,9 +16,10 @@ from context_cache.coordinator.core import Core
 from context_cache.coordinator.device_state import ContextCachePhysicalResources, HybridCacheManager
 from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.identity import BlockHasher
+from context_cache.coordinator.live_tensors import check_live_tensors, check_tensor
 from context_cache.coordinator.manager import ContextCacheManager, ResourceDemand, ResourceType
 from context_cache.coordinator.page_table import KVPageTable
-from context_cache.coordinator.snapshots import HybridSnapshotStorage, check_live_tensors, check_tensor
+from context_cache.coordinator.snapshots import HybridSnapshotStorage
 from context_cache.machines import Recorder
 
 __all__ = ["build_core"]

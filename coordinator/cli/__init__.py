@@ -28,4 +28,12 @@ def main() -> None:
         sys.exit(2)
     from context_cache.coordinator.cli.app import command_line
 
-    command_line.main(prog_name="context-cache")
+    try:
+        command_line.main(prog_name="context-cache")
+    except OSError as error:
+        # Files that a command reads are its own business, so what is left is the place that the result goes to.
+        print(f"context-cache: the output could not be written: {error.strerror or error}; write it somewhere else",
+              file=sys.stderr)  # fmt: skip
+        # What is still buffered would fail again when the interpreter flushes it, and with a traceback.
+        sys.stdout = None
+        sys.exit(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -47,7 +48,7 @@ class RunOptions:
     progress: Callable[[int], None] = lambda finished: None
 
 
-class Running:
+class Running(ABC):
     """One run in progress. A subclass decides who is admitted when."""
 
     def __init__(self, workload: Workload, size: RunSize, options: RunOptions) -> None:
@@ -91,12 +92,13 @@ class Running:
         if generated != wanted:
             raise RunFailed(f"{generated} tokens were generated instead of {wanted}; this is a bug, please report it")
 
+    @abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """Admit, step and finish until the queue is empty."""
 
+    @abstractmethod
     def _running(self) -> Iterable[Batch]:
         """The batches that are live."""
-        raise NotImplementedError
 
     # The queue --------------------------------------------------------------------------------------------------
 
@@ -183,9 +185,9 @@ class Running:
             ticket.resident = None
         return left
 
+    @abstractmethod
     def _finished(self, left: list[Ticket]) -> None:
         """The request whose last sequences these were has ended."""
-        raise NotImplementedError
 
     def _retire_ended(self, batch: Batch) -> int:
         """Take out the sequences that have all of their tokens; how many."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +38,14 @@ def test_with_the_extra_the_command_line_runs(monkeypatch, capsys):
     output = capsys.readouterr().out
     assert "run" in output
     assert "bench" in output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file that is always full")
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_output_that_cannot_be_written_is_one_sentence(options):
+    command = [sys.executable, "-c", "from context_cache.coordinator.cli import main; main()", "run", "--limit", "2"]
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run([*command, *options], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("context-cache: the output could not be written: No space left")
