@@ -336,3 +336,11 @@ def test_a_pure_recurrent_deployment_has_no_pages(pages):
     validate_pool(deploy(RECURRENT), 0)
     with pytest.raises(ContractViolation, match="pure recurrent deployment has no K/V pages, so num_pages must be 0"):
         validate_pool(deploy(RECURRENT), pages)
+
+
+@pytest.mark.parametrize("mode", [*PAGED_MODES, SpecMode.SHARED_KV, SpecMode.MTP])
+@pytest.mark.parametrize("layer", [1, None, "attention", {}])
+def test_a_draft_layer_is_a_layer(mode, layer):
+    layers = (ATTENTION, RECURRENT) if mode is SpecMode.MTP else (ATTENTION,)
+    spec = SpecConfig(mode=mode, draft_layers=(layer,), hidden_dim=8 if mode is SpecMode.MTP else 0)
+    assert "draft layer 0 must be a LayerGeometry" in refusal(deploy(*layers, spec=spec))
