@@ -2,8 +2,10 @@
 
 from context_cache.backends.base import (
     Backend,
+    BackendUnavailable,
     DeviceArray,
     DeviceError,
+    DeviceOutOfMemory,
     DrainResult,
     Event,
     LifecycleDevice,
@@ -19,8 +21,10 @@ from context_cache.backends.staging import StagingRing
 
 __all__ = [
     "Backend",
+    "BackendUnavailable",
     "DeviceArray",
     "DeviceError",
+    "DeviceOutOfMemory",
     "DrainResult",
     "Event",
     "FaultyBackend",

@@ -21,8 +21,10 @@ from attrs import frozen
 
 __all__ = [
     "Backend",
+    "BackendUnavailable",
     "DeviceArray",
     "DeviceError",
+    "DeviceOutOfMemory",
     "DrainResult",
     "Event",
     "HiddenCopy",
@@ -55,6 +57,14 @@ class DeviceError(Exception):
 
     def __str__(self) -> str:
         return f"device verb {self.verb!r} on stream {self.stream!r} failed: {self.cause}"
+
+
+class DeviceOutOfMemory(DeviceError, MemoryError):
+    """An allocation did not fit. The device is as it was, and nothing is outstanding because of it."""
+
+
+class BackendUnavailable(Exception):
+    """A backend cannot work on this machine. The message is one sentence: what is missing, and what to install."""
 
 
 class Stream(Protocol):

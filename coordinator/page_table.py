@@ -28,13 +28,14 @@ Pages = Sequence[int] | Int32Array
 
 
 class _Staged:
-    """One staging buffer: room for every row."""
+    """One staging buffer: room for every row, slot numbers in front, so that a device can take both in one copy."""
 
     __slots__ = ("ids", "slots")
 
     def __init__(self, backend: Backend, rows: int, width: int) -> None:
-        self.ids: Int32Array = backend.pinned((rows, width), "int32")
-        self.slots: Int32Array = backend.pinned((rows,), "int32")
+        memory: Int32Array = backend.pinned((rows * (1 + width),), "int32")
+        self.slots: Int32Array = memory[:rows]
+        self.ids: Int32Array = memory[rows:].reshape(rows, width)
 
 
 class KVPageTable:

@@ -4,13 +4,18 @@ The harness speaks the language of the conformance scenarios: page size 4, a row
 at most 3 sequences, 16 records, headroom 1. ``T(n)`` is the token list 1, 2, ..., n. Whatever a scenario does not
 mention keeps these values. Test modules cannot import this file (``--import-mode=importlib``); they ask for the
 fixtures ``h`` (one harness), ``harness`` (a factory), ``harness_class`` and ``T``.
+
+CONTEXT_CACHE_TEST_BACKEND=cupy runs the suites that ask for ``new_backend`` on a GPU (see ``gpu/equipment.py``).
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -43,6 +48,27 @@ from context_cache.coordinator.testing import check_invariants
 # Machines differ in speed, runs must not differ in what they try.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.load_profile("suite")
+
+BACKEND = os.environ.get("CONTEXT_CACHE_TEST_BACKEND", "host")
+
+
+def load_equipment() -> Any:
+    """``gpu/equipment.py``, by path: test modules cannot import each other."""
+    path = Path(__file__).parent / "gpu" / "equipment.py"
+    spec = importlib.util.spec_from_file_location("gpu_equipment", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if BACKEND == "host":
+    new_backend = HostBackend
+elif BACKEND == "cupy":
+    new_backend = load_equipment().LookingBackend
+else:
+    raise RuntimeError(f"CONTEXT_CACHE_TEST_BACKEND is {BACKEND!r}; use host or cupy")
 
 PAGE = 4
 BASE = ResourceType.BASE_KV_PAGE
@@ -139,6 +165,7 @@ class Harness:
     OUTSTANDING = OUTSTANDING
     Synchronizer = SynchronizerUnderTest
     Recorder = RecordedSteps
+    new_backend = new_backend
 
     def __init__(
         self,
@@ -155,7 +182,7 @@ class Harness:
         identity_key: bytes | None = bytes(range(32)),
         partly: bool = False,
     ) -> None:
-        self.host = HostBackend()
+        self.host = self.new_backend()
         self.recording = RecordingBackend(self.host)
         # partly: what a failing verb had enqueued before it failed runs all the same.
         self.backend = FaultyBackend(self.recording, partly=partly)
@@ -621,6 +648,19 @@ class Harness:
         assert sorted(self.free()) == list(range(self.pages_total))
         for slot in range(self.max_batch):
             assert self.row(slot) == self.empty_row
+
+
+@pytest.fixture(scope="session", name="new_backend")
+def backend_factory() -> Callable[[], Any]:
+    """Makes the backend under test: the host's, or what CONTEXT_CACHE_TEST_BACKEND names."""
+    return new_backend
+
+
+@pytest.fixture
+def late_stream() -> None:
+    """For tests that show something only a stream that runs late can show."""
+    if BACKEND != "host":
+        pytest.skip("needs the host stream, which runs late and can be looked into; a CUDA stream runs by itself")
 
 
 @pytest.fixture(scope="session")

@@ -120,9 +120,7 @@ def run(
       context-cache run trace.jsonl --limit 1000 --json
       context-cache run trace.jsonl --flavour hybrid --verify --limit 300
     """
-    if backend == "cupy":
-        raise Unusable("--backend cupy is not available in this version; use --backend host")
-
+    from context_cache.backends import BackendUnavailable, DeviceError
     from context_cache.coordinator.cli.flavours import FlavourError, check_options
     from context_cache.coordinator.cli.progress import LateProgress
     from context_cache.coordinator.cli.report import print_report
@@ -153,12 +151,15 @@ def run(
                 requests,
                 size,
                 flavour=kind,
+                backend=backend,
                 max_records=max_records,
                 snapshot_slots=slots,
                 seed=seed,
                 verify=workload is None if verify is None else verify,
                 progress=progress,
             )
+    except BackendUnavailable as error:
+        raise Unusable(f"--backend {backend}: {error}") from None
     except MemoryError:
         if not size.pages:
             raise Unusable(
@@ -166,6 +167,8 @@ def run(
                 "and --snapshot-slots"
             ) from None
         raise Unusable(f"{size.pages} pages do not fit into memory; choose fewer with --pages") from None
+    except DeviceError as error:
+        raise DoesNotHold(f"the device failed: {error}") from None
     except RunFailed as error:
         raise DoesNotHold(str(error)) from None
 

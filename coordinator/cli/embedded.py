@@ -19,7 +19,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from context_cache.backends import HostBackend
 from context_cache.coordinator import (
     ContextCacheConfig,
     ResidentSlotPool,
@@ -27,6 +26,7 @@ from context_cache.coordinator import (
     validate_deployment,
 )
 from context_cache.coordinator.cli.flavours import FLAVOURS, Flavour
+from context_cache.coordinator.cli.machine import Machine
 from context_cache.coordinator.cli.measured import MeasuredCoordinator
 from context_cache.coordinator.cli.sizing import RunSize
 from context_cache.coordinator.cli.stub import StubModel
@@ -80,6 +80,7 @@ class EmbeddedRuntime:
         size: RunSize,
         flavour: Flavour = FLAVOURS["vanilla"],
         *,
+        machine: Machine,
         max_records: int | None = None,
         snapshot_slots: int = 0,
         seed: int = 0,
@@ -89,10 +90,12 @@ class EmbeddedRuntime:
             max_batch=size.max_batch, row_tokens=size.row_tokens, page_size=size.page_size
         )
         profile = validate_deployment(deployment)
-        self._backend = HostBackend()
-        self.stream: Final = self._backend.new_stream("embedded")
+        self.machine: Final = machine
+        self._backend = machine.backend
+        self.stream: Final = machine.stream
         resources = allocate_resources(deployment, size.pages, self._backend)
         self._cache = resources.base_cache
+        self._lengths = machine.view(self._cache.lengths)
         self.capacity: Final = ResourceDemand(
             size.pages,
             size.pages if flavour.has_draft_pages else 0,
@@ -100,7 +103,7 @@ class EmbeddedRuntime:
             snapshot_slots if flavour.has_recurrent and flavour.has_attention else 0,
         )
         self.model: Final = (
-            StubModel(flavour, resources, self._backend, self.stream, row_tokens=size.row_tokens, seed=seed)
+            StubModel(flavour, resources, machine, row_tokens=size.row_tokens, seed=seed)
             if compute
             else None
         )
@@ -156,12 +159,12 @@ class EmbeddedRuntime:
             self.model.decode(slots)
             self.synchronize()
             return
-        lengths = self._cache.lengths
+        lengths = self._lengths
 
         def work() -> None:
             lengths[:batch] += 1
 
-        self.stream.enqueue(work, "decode")
+        self.machine.enqueue(work, "decode")
         self.synchronize()
 
     def check_lengths(self, expected: NDArray[np.int32]) -> bool:
@@ -173,9 +176,9 @@ class EmbeddedRuntime:
         self._backend.synchronize(self.stream)
 
     def _write_lengths(self, first: int, values: NDArray[np.int32]) -> None:
-        lengths = self._cache.lengths
+        lengths = self._lengths
 
         def work() -> None:
             lengths[first : first + values.size] = values
 
-        self.stream.enqueue(work, "prefill")
+        self.machine.enqueue(work, "prefill")

@@ -25,6 +25,7 @@ from context_cache.coordinator.cli.accounts import Counts
 from context_cache.coordinator.cli.batch import Batch, Ticket
 from context_cache.coordinator.cli.embedded import EmbeddedModel, EmbeddedRuntime
 from context_cache.coordinator.cli.flavours import FLAVOURS, Flavour
+from context_cache.coordinator.cli.machine import open_machine
 from context_cache.coordinator.cli.sizing import RunSize
 from context_cache.coordinator.cli.verify import Verifier
 from context_cache.coordinator.cli.workload import Workload, WorkloadRequest
@@ -38,9 +39,11 @@ class RunFailed(Exception):
 
 @frozen(kw_only=True)
 class RunOptions:
-    """``verify``: compare cached with cold. ``progress``: called now and then with the number of finished requests."""
+    """``backend``: host, cupy or auto. ``verify``: compare cached with cold. ``progress``: called now and then with the
+    number of finished requests."""
 
     flavour: Flavour = field(factory=lambda: FLAVOURS["vanilla"])
+    backend: str = "host"
     max_records: int | None = None
     snapshot_slots: int = 0
     seed: int = 0
@@ -58,6 +61,7 @@ class Running(ABC):
         self.runtime: Final = EmbeddedRuntime(
             size,
             options.flavour,
+            machine=open_machine(options.backend),
             max_records=options.max_records,
             snapshot_slots=options.snapshot_slots,
             seed=options.seed,
@@ -66,7 +70,7 @@ class Running(ABC):
         self.coordinator: Final = self.runtime.coordinator
         self.counts: Final = Counts()
         self.verifier: Final = (
-            Verifier(workload, self.runtime.model, self.runtime.stream, seed=options.seed)
+            Verifier(workload, self.runtime.model, self.runtime.machine, seed=options.seed)
             if options.verify and self.runtime.model is not None
             else None
         )

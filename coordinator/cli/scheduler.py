@@ -58,6 +58,7 @@ def run_workload(
     size: RunSize,
     *,
     flavour: Flavour = FLAVOURS["vanilla"],
+    backend: str = "host",
     max_records: int | None = None,
     snapshot_slots: int = 0,
     seed: int = 0,
@@ -68,13 +69,13 @@ def run_workload(
 
     ``verify``: compare a sample of the requests with a cold computation. ``progress`` is called now and then with the
     number of finished requests.
-    Raises: RunFailed if the coordinator refuses to go on, the books do not balance or a comparison finds a difference;
-    MemoryError if the pools do not fit into memory.
+    Raises: BackendUnavailable if the backend cannot be opened; RunFailed if the coordinator refuses to go on, the books
+    do not balance or a comparison finds a difference; MemoryError if the pools do not fit into memory.
     """
     started = perf_counter()
     options = RunOptions(
-        flavour=flavour, max_records=max_records, snapshot_slots=snapshot_slots, seed=seed, verify=verify,
-        progress=progress,
+        flavour=flavour, backend=backend, max_records=max_records, snapshot_slots=snapshot_slots, seed=seed,
+        verify=verify, progress=progress,
     )  # fmt: skip
     running = (_Scheduler if flavour.live else StaticScheduler)(workload, size, options)
     running.run()

@@ -13,7 +13,6 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from context_cache.backends.host import HostStream
 from context_cache.coordinator.cli.function import (
     BASE,
     CONV_MIX,
@@ -24,6 +23,7 @@ from context_cache.coordinator.cli.function import (
     Words,
     mix,
 )
+from context_cache.coordinator.cli.machine import Machine
 from context_cache.coordinator.cli.stub import PagedState, StubModel
 from context_cache.coordinator.cli.workload import Workload
 
@@ -57,9 +57,9 @@ class Difference:
 class Verifier:
     """Checks the requests of a sample; ``verified`` says how many of them have been checked to their end."""
 
-    def __init__(self, workload: Workload, model: StubModel, stream: HostStream, *, seed: int) -> None:
+    def __init__(self, workload: Workload, model: StubModel, machine: Machine, *, seed: int) -> None:
         self._requests = workload.requests
-        self._model, self._stream = model, stream
+        self._model, self._machine = model, machine
         count = len(self._requests)
         chosen = np.ones(count, np.bool_)
         if count > SAMPLE_MAX:
@@ -85,7 +85,7 @@ class Verifier:
                 found = self._model.hidden_words[reused - 1 : reused]
                 self._note(ordinal, found, wanted, "hidden row", "that is reused", first=reused - 1)
 
-        self._stream.enqueue(work, "verify start")
+        self._machine.enqueue(work, "verify start")
 
     def retired(self, ordinal: int, slot: int, committed: int, common: int) -> None:
         """Enqueue the check of everything that a sequence holds when it has all of its tokens."""
@@ -103,7 +103,7 @@ class Verifier:
                 self._note(ordinal, generated, wanted, "generated token", "at its end", first=prompt.size)
             self.verified += 1
 
-        self._stream.enqueue(work, "verify end")
+        self._machine.enqueue(work, "verify end")
 
     def _compare(
         self, ordinal: int, slot: int, known: NDArray[np.int32], length: int, draft_length: int, when: str

@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from context_cache.backends import HostBackend
+from context_cache.backends import BackendUnavailable, DeviceError, HostBackend
 from context_cache.coordinator import ContextCacheRequest
-from context_cache.coordinator.cli import scheduler
+from context_cache.coordinator.cli import machine, scheduler
 from context_cache.coordinator.cli.embedded import EmbeddedModel
 from context_cache.coordinator.cli.workload import read_workload
 from context_cache.coordinator.cli.workloads import shipped_workload
@@ -260,12 +260,32 @@ def test_a_pool_that_does_not_fit_into_memory_is_refused(cli, workload, monkeypa
     refused(outcome, "12345 pages do not fit into memory; choose fewer with --pages")
 
 
-def test_the_gpu_is_not_there_yet(cli):
-    refused(cli("run", "--backend", "cupy"), "--backend cupy is not available in this version")
+def no_gpu(monkeypatch):
+    def refuse():
+        raise BackendUnavailable("there is no GPU; plug one in")
+
+    monkeypatch.setattr(machine, "_open_cupy", refuse)
 
 
-def test_auto_is_the_host(cli):
+def test_without_a_gpu_one_sentence_says_what_is_missing(cli, monkeypatch):
+    no_gpu(monkeypatch)
+    refused(cli("run", "--backend", "cupy"), "--backend cupy: there is no GPU; plug one in")
+
+
+def test_auto_is_the_host_where_there_is_no_gpu(cli, monkeypatch):
+    no_gpu(monkeypatch)
     assert cli("run", "--backend", "auto", "--limit", 1, "--json").report["backend"] == "host"
+
+
+def test_a_failing_device_is_one_sentence_and_exit_status_1(cli, monkeypatch):
+    def broken(self, stream, timeout=None):
+        raise DeviceError("synchronize", "embedded", "cudaErrorIllegalAddress: gone")
+
+    monkeypatch.setattr(HostBackend, "synchronize", broken)
+    outcome = cli("run", "--limit", 1)
+    assert outcome.status == 1
+    assert "cudaErrorIllegalAddress" in outcome.err
+    assert "Traceback" not in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from context_cache.backends import FaultyBackend, HostBackend, RecordingBackend
+from context_cache.backends import FaultyBackend, RecordingBackend
 from context_cache.coordinator import (
     CommitPolicy,
     ContextCacheBatchAdmission,
@@ -291,7 +291,7 @@ def make_harness(harness_class: Any) -> Any:
         ) -> None:
             self.name, self.flavour = name, FLAVOURS[name]
             self.pools = self.flavour.pools if pools is None else pools
-            self.host = HostBackend()
+            self.host = self.new_backend()
             self.recording = RecordingBackend(self.host)
             self.backend = FaultyBackend(self.recording, partly=partly)
             self.stream = self.backend.new_stream()

@@ -539,7 +539,7 @@ def test_the_length_copy_of_a_quarantined_request_keeps_its_own_staging(h, T):
     assert h.device_row(1) == h.row(1)
 
 
-def test_many_pending_length_copies_keep_their_own_staging(h, T):
+def test_many_pending_length_copies_keep_their_own_staging(late_stream, h, T):
     """Scenario 91b, more uses than a pair of buffers: three requests end withheld with their copies pending."""
     h.finish(settled(h, T(9)))
     prompts = ([*T(8), 9], [*T(4), 99, 98], [71, 72])

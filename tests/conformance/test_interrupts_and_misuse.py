@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from context_cache.backends import DeviceError, FaultyBackend, HostBackend
+from context_cache.backends import DeviceError, FaultyBackend
 from context_cache.coordinator import (
     BatchAdvance,
     BlockHasher,
@@ -149,9 +149,9 @@ def lose(h, *residents):
 # ---- an event that cannot be recorded --------------------------------------------------------------------------------
 
 
-def test_a_row_whose_upload_has_no_event_stays_dirty_when_it_is_set_back():
+def test_a_row_whose_upload_has_no_event_stays_dirty_when_it_is_set_back(new_backend):
     """The device may have the new row by now: that the host row is the last one known proves nothing."""
-    backend = FaultyBackend(HostBackend())
+    backend = FaultyBackend(new_backend())
     stream = backend.new_stream()
     table = KVPageTable(max_batch=2, max_pages_per_seq=3, num_pages=6, backend=backend)
     table.set_row(0, [1])

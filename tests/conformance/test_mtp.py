@@ -116,7 +116,7 @@ def test_a_consumer_restores_state_both_partial_pages_and_the_hidden_row(m, T):
     assert handle.state == "prefilling"
     m.synchronize()
     assert (np.asarray(front[1]) == 3).all(), "row 2 of the producer's tensor was filled with 3"
-    assert (np.asarray(front[[0, 2, 3]]) == 0).all()
+    assert (np.asarray(front)[[0, 2, 3]] == 0).all()
     assert m.metrics()["hybrid_restores"] == 1
     m.check()
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from context_cache.backends import DeviceError, FaultyBackend, HostBackend, RecordingBackend
+from context_cache.backends import DeviceError, FaultyBackend, RecordingBackend
 from context_cache.coordinator import ContractViolation, KVPageTable
 
 
 @pytest.fixture
-def backend():
-    return RecordingBackend(HostBackend())
+def backend(new_backend):
+    return RecordingBackend(new_backend())
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_gather_maps_execution_rows_to_resident_rows(make, backend, stream):
     table.upload(stream)
     target = backend.array((2, 2, 4), "int32")
     slots = backend.array((2,), "int32")
-    np.asarray(slots)[:] = [2, 0]
+    slots[:] = [2, 0]
     table.gather_rows(target, slots, 2, stream)
     stream.run()
     gathered = np.asarray(backend.to_host(target)).tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from context_cache.backends import FaultyBackend, HostBackend, RecordingBackend
+from context_cache.backends import FaultyBackend, HostBackend, HostStream, RecordingBackend
 from context_cache.coordinator import (
     DeploymentConfig,
     HybridSnapshotStorage,
@@ -55,9 +55,11 @@ def random_bytes(array, rng):
 class World:
     """A storage with 4 recurrent and 5 partial slots, and everything that its copies may and may not touch."""
 
+    new_backend = HostBackend  # or what the fixtures below were given
+
     def __init__(self, flavour, *, partly=False, seed=0, **fields):
         self.deployment = deployment_of(flavour, **fields)
-        self.host = HostBackend()
+        self.host = self.new_backend()
         self.recording = RecordingBackend(self.host)
         self.backend = FaultyBackend(self.recording, partly=partly)
         self.stream = self.backend.new_stream()
@@ -75,6 +77,12 @@ class World:
         for array in self.arrays().values():
             random_bytes(array, rng)
         self.recording.log.clear()
+
+    def device(self, values):
+        """A device array with these values, as a runtime has one."""
+        array = self.host.array(values.shape, str(values.dtype))
+        array[...] = values
+        return array
 
     def arrays(self):
         """Every array that a copy could touch, by name; a borrowed pool once."""
@@ -108,19 +116,24 @@ class World:
     def run(self):
         assert self.host.synchronize(self.stream)
 
+    def nothing_is_enqueued(self):
+        """Neither a verb was called nor, where the stream runs late, does anything wait in it."""
+        return self.log == [] and (not isinstance(self.stream, HostStream) or self.stream.pending == ())
+
     @property
     def log(self):
         return self.recording.log
 
 
 @pytest.fixture(scope="session")  # a class without state; Hypothesis asks for a fixture that outlives one example
-def make():
+def make(new_backend):
+    World.new_backend = new_backend
     return World
 
 
 @pytest.fixture
-def mtp():
-    return World("hybrid-mtp")
+def mtp(make):
+    return make("hybrid-mtp")
 
 
 @pytest.fixture(name="deployment_of")

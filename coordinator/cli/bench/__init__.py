@@ -25,8 +25,15 @@ def bench_command() -> click.Command:
     metavar="N",
     help="Runs behind each median.",
 )
+@click.option(
+    "--backend",
+    type=click.Choice(["host", "cupy", "auto"]),
+    default="host",
+    show_default=True,
+    help="Where the pages live; auto takes the best one that works here.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")  # fmt: skip
-def _bench(cases: tuple[str, ...], repeats: int, as_json: bool) -> None:
+def _bench(cases: tuple[str, ...], repeats: int, backend: str, as_json: bool) -> None:
     """Measure the coordinator: hash, admit, decode, publish, evict, events (default: all).
 
     Times are medians in microseconds; budgets are ratios within one run. Budgets that were set on another machine are
@@ -36,6 +43,8 @@ def _bench(cases: tuple[str, ...], repeats: int, as_json: bool) -> None:
     Example:
       context-cache bench decode events
     """
+    from context_cache.backends import BackendUnavailable
+    from context_cache.coordinator.cli.app import Unusable
     from context_cache.coordinator.cli.bench.cases import CASES, ScaledBudgets, bench_floors
     from context_cache.coordinator.cli.bench.measure import Bench
     from context_cache.coordinator.cli.progress import LateProgress
@@ -44,14 +53,22 @@ def _bench(cases: tuple[str, ...], repeats: int, as_json: bool) -> None:
     if unknown:
         raise click.UsageError(f"there is no case {unknown[0]!r}; choose from {', '.join(CASES)}")
     chosen = [name for name in CASES if name in cases or not cases]
-    bench, scaled = Bench(), ScaledBudgets()
-    with LateProgress("measurements", len(chosen) + 1) as progress:
-        bench_floors(bench, scaled, repeats)
-        for done, name in enumerate(chosen, start=1):
-            progress(done)
-            CASES[name](bench, scaled, repeats)
+    bench, scaled = Bench(backend), ScaledBudgets()
+    try:
+        with LateProgress("measurements", len(chosen) + 1) as progress:
+            bench_floors(bench, scaled, repeats)
+            for done, name in enumerate(chosen, start=1):
+                progress(done)
+                CASES[name](bench, scaled, repeats)
+    except BackendUnavailable as error:
+        raise Unusable(f"--backend {backend}: {error}") from None
     if as_json:
-        machine = {"python": platform.python_version(), "processor": platform.machine(), "repeats": repeats}
+        machine = {
+            "python": platform.python_version(),
+            "processor": platform.machine(),
+            "backend": backend,
+            "repeats": repeats,
+        }
         click.echo(json.dumps({"machine": machine, **bench.to_json()}))
         return
     from context_cache.coordinator.cli.bench.table import print_bench

@@ -9,7 +9,6 @@ from typing import Any, Final
 import numpy as np
 from transitions import Machine
 
-from context_cache.backends import HostBackend, HostStream
 from context_cache.coordinator import (
     BatchAdvance,
     BlockHasher,
@@ -25,6 +24,7 @@ from context_cache.coordinator import (
     allocate_resources,
 )
 from context_cache.coordinator.cli.bench.measure import Bench, once_us, times_us
+from context_cache.coordinator.cli.machine import open_machine
 from context_cache.coordinator.manager import ContextCacheManager, LookupPolicy, ResourceType
 from context_cache.machines import EXECUTION, REQUEST, Runner, Step, Subject
 
@@ -56,13 +56,13 @@ class ScaledBudgets:
 
 
 class World:
-    """A coordinator on the host backend with ``batch`` rows of ``row_pages`` pages."""
+    """A coordinator on a backend with ``batch`` rows of ``row_pages`` pages."""
 
     def __init__(
-        self, batch: int, row_pages: int, pages: int, recorder: Any = None, max_records: int | None = None
+        self, backend: str, batch: int, row_pages: int, pages: int, recorder: Any = None, max_records: int | None = None
     ) -> None:
-        self.backend = HostBackend()
-        self.stream: HostStream = self.backend.new_stream()
+        machine = open_machine(backend)
+        self.backend, self.stream = machine.backend, machine.stream
         deployment = DeploymentConfig(
             max_batch=batch, kv_capacity_tokens=row_pages * PAGE, page_size=PAGE, enforce_min_pool=False,
             layers=(LayerGeometry.attention(kv_heads=1, head_dim=1),),
@@ -144,7 +144,7 @@ def bench_hash(bench: Bench, scaled: ScaledBudgets, repeats: int) -> None:
 
 def bench_admit(bench: Bench, scaled: ScaledBudgets, repeats: int) -> None:
     """Admit 16k tokens of which 12k are cached."""
-    world = World(1, 160, 1024)
+    world = World(bench.backend, 1, 160, 1024)
     prompt = _tokens(16_384, 2)
     warm = world.begin(prompt[:12_288])
     world.prefill(warm, [12_288])
@@ -174,7 +174,7 @@ def bench_decode(bench: Bench, scaled: ScaledBudgets, repeats: int) -> None:
     """prepare + complete of a decode step, machine events and ledger included; steps that grow apart."""
     medians = {}
     for batch, budget in ((1, 30.0), (32, 35.0), (256, 55.0)):
-        plain, growing = _decode_samples(batch, 60 * repeats)
+        plain, growing = _decode_samples(bench.backend, batch, 60 * repeats)
         medians[batch] = bench.figure(f"decode_{batch}", plain, "prepare + complete, no page needed")
         if growing:
             bench.figure(f"decode_{batch}_growing", growing, "some sequence needs a page, rows uploaded")
@@ -182,11 +182,11 @@ def bench_decode(bench: Bench, scaled: ScaledBudgets, repeats: int) -> None:
     bench.ratio("decode batch 256 / batch 1", medians[256] / medians[1], 2.0)
 
 
-def _decode_samples(batch: int, steps: int) -> tuple[list[float], list[float]]:
+def _decode_samples(backend: str, batch: int, steps: int) -> tuple[list[float], list[float]]:
     from time import perf_counter_ns
 
     row_pages = 8 + -(-steps // PAGE)
-    world = World(batch, row_pages, batch * row_pages)
+    world = World(backend, batch, row_pages, batch * row_pages)
     # Lengths that spread the page boundaries, as a running batch has them; few of them for a large batch, so that
     # steps without growth are there to be measured.
     starts = np.random.default_rng(3).integers(1, 24, batch) * 16
@@ -219,7 +219,7 @@ def bench_publish(bench: Bench, scaled: ScaledBudgets, repeats: int) -> None:
     """Publish 16k tokens after prefill, and again after 256 more; a new prompt each time, in one long-lived world."""
     first: list[float] = []
     second: list[float] = []
-    world = World(1, 140, 2048)
+    world = World(bench.backend, 1, 140, 2048)
     gc.collect()
     coordinator, one = world.coordinator, np.ones(1, np.int32)
 
@@ -250,7 +250,7 @@ def bench_evict(bench: Bench, scaled: ScaledBudgets, repeats: int) -> None:
     """Admit 64 pages that must evict 64 records of one page, with more and more records kept."""
     medians = {}
     for kept in (1_000, 10_000, 100_000):
-        world = World(1, 80, kept)
+        world = World(bench.backend, 1, 80, kept)
         manager = world.coordinator.manager
         serial = iter(range(10**9))
         _publish_single(manager, kept, serial)

@@ -44,8 +44,9 @@ class Ratio:
 
 @define
 class Bench:
-    """What was measured so far, in order."""
+    """What was measured so far, in order, and where: the backend's name, one of host, cupy, auto."""
 
+    backend: str = "host"
     figures: list[Figure] = field(factory=list)
     ratios: list[Ratio] = field(factory=list)
 
