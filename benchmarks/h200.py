@@ -1,8 +1,9 @@
 """The device budgets, measured: what a bind, a compaction, a snapshot and a steady decode step cost on this GPU.
 
-    python benchmarks/h200.py > benchmarks/results/h200.md
+    python benchmarks/h200.py --trace conversation_trace.jsonl > benchmarks/results/h200.md
 
-Prints a Markdown table. Every share of the bandwidth is against a device-to-device copy of the same run.
+Prints Markdown: the device budgets, then ``context-cache bench`` and ``context-cache run`` on this GPU. Every share of
+the bandwidth is against a device-to-device copy of the same run.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -231,13 +235,13 @@ def snapshots(backend: CupyBackend, stream: Any, chunks: list[int]) -> list[Row]
         rate = ceiling(backend, stream, size)
         rows.append((f"device-to-device copy of {size >> 20} MiB", "", f"{rate / 1e12:.3f} TB/s", ""))
 
-    batch, layers, page = 32, 24, 128
+    batch, layers, page = 64, 24, 128
     indices = backend.pinned((3, batch), "int32")
     slots, pages, tokens = indices
     pools = tuple(backend.array((2, 4 * batch, page, 8, 128), "float16") for _ in range(layers))
     slabs = tuple(backend.array((batch, 2, page, 8, 128), "float16") for _ in range(layers))
-    states = tuple(backend.array((batch, 32, 128, 128), "float32") for _ in range(8))
-    saved = tuple(backend.array((batch, 32, 128, 128), "float32") for _ in range(8))
+    states = tuple(backend.array((batch, 32, 128, 128), "float32") for _ in range(4))
+    saved = tuple(backend.array((batch, 32, 128, 128), "float32") for _ in range(4))
     _randomise(backend, [*pools, *slabs, *states, *saved])
     rng = np.random.default_rng(0)
     default = backend._kernels.chunk
@@ -277,9 +281,32 @@ def _ok(good: bool) -> str:
     return "met" if good else "**missed**"
 
 
+def commands(trace: Path | None) -> list[list[str]]:
+    """The commands whose output belongs to the results."""
+    chosen = [["bench", "--backend", "cupy"], ["run", "--backend", "cupy"]]
+    if trace is not None:
+        chosen.append(["run", str(trace), "--backend", "cupy", "--pages", "50000", "--limit", "2000"])
+    return chosen
+
+
+def show(command: list[str]) -> bool:
+    """Print a command of ``context-cache`` and what it says; whether it ended with 0."""
+    program = "from context_cache.coordinator.cli import main; main()"
+    environment = {**os.environ, "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, *command], env=environment, capture_output=True, text=True, check=False
+    )
+    named = " ".join(Path(word).name if word.endswith(".jsonl") else word for word in command)
+    lines = [line.rstrip() for line in (done.stdout + done.stderr).strip().splitlines()]
+    lines = [f"\n## `context-cache {named}`\n", "```text", *lines, "```", f"\nExit status {done.returncode}."]
+    print(*lines, sep="\n", flush=True)
+    return done.returncode == 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chunks", default="8,16,32", help="KiB that one block copies, to compare")
+    parser.add_argument("--chunks", default="8", help="KiB that one block copies, to compare")
+    parser.add_argument("--trace", type=Path, help="a trace for `context-cache run`; without it that run is left out")
     arguments = parser.parse_args()
     try:
         backend = CupyBackend()
@@ -292,7 +319,8 @@ def main() -> int:
     versions = ", ".join(f"{p} {_version(p)}" for p in ("cupy-cuda13x", "cupy-cuda12x", "numpy") if _version(p))
     driver, runtime = cuda.runtime.driverGetVersion(), cuda.runtime.runtimeGetVersion()
     print(f"# Device budgets on {name}\n")
-    print(f"`python {' '.join(sys.argv)}`, {datetime.date.today()}, Python {sys.version.split()[0]}, {versions},")
+    asked = " ".join(Path(word).name if word.endswith(".jsonl") else word for word in sys.argv[1:])
+    print(f"`python benchmarks/h200.py {asked}`, {datetime.date.today()}, Python {sys.version.split()[0]}, {versions},")
     print(f"CUDA driver {driver}, runtime {runtime}.\n")
     print("| What | Budget | Measured | |\n|---|---|---|---|")
     chunks = sorted({int(value) << 10 for value in arguments.chunks.split(",")} | {backend._kernels.chunk})
@@ -301,7 +329,10 @@ def main() -> int:
             print("| " + " | ".join(row) + " |", flush=True)
     for row in snapshots(backend, stream, chunks):
         print("| " + " | ".join(row) + " |", flush=True)
-    return 0
+    good = True
+    for command in commands(arguments.trace):
+        good = show(command) and good
+    return 0 if good else 1
 
 
 def _version(package: str) -> str:

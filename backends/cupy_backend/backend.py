@@ -306,7 +306,8 @@ class CupyBackend:
         plan = self._plans.pages(slabs, pools)
         at = self._send(stream, slots, pages, tokens)
         arguments = (plan.address, plan.tensors, *at, slots.size, to_slab)
-        self._kernels.parts("copy_pages", plan.size, slots.size, 2 * plan.tensors, arguments, stream)
+        share = self._kernels.parts_of_a_page
+        self._kernels.parts("copy_pages", plan.size, slots.size, 2 * plan.tensors, arguments, stream, share)
 
     def copy_row(
         self, dest: DeviceArray, dest_row: int, source: DeviceArray, source_row: int, stream: CupyStream

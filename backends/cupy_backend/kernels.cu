@@ -185,7 +185,11 @@ copy_pages(const u64* plan, i64 layers, const int* slots, const int* pages, cons
         for (i64 i = blockIdx.y; i < count; i += gridDim.y) {
             char* in_slab = slab + (static_cast<i64>(slots[i]) * 2 + half) * page;
             char* in_pool = pool + static_cast<i64>(pages[i]) * page;
-            copy_part(to_slab ? in_slab : in_pool, to_slab ? in_pool : in_slab, tokens[i] * token, blockIdx.x, chunk);
+            const i64 size = tokens[i] * token;
+            // Most pages are not full, so a block takes several parts: blocks that find nothing to do cost too much.
+            for (i64 part = blockIdx.x; part == 0 || part * chunk < size; part += gridDim.x) {
+                copy_part(to_slab ? in_slab : in_pool, to_slab ? in_pool : in_slab, size, part, chunk);
+            }
         }
     }
 }

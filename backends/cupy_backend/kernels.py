@@ -31,12 +31,17 @@ Arguments = tuple[int, ...]
 
 
 class Kernels:
-    """Launches on one device. ``chunk``: bytes that one block copies, a multiple of 16."""
+    """Launches on one device.
+
+    chunk: bytes of one part of a copy, a multiple of 16. parts_of_a_page: how many of them a block takes at most, where
+    copies may be shorter than the grid is wide.
+    """
 
     def __init__(self, device: Device, *, chunk: int = 1 << 13) -> None:
         self._device = device
         self._functions: dict[str, Any] = {}
         self.chunk = chunk
+        self.parts_of_a_page = 3
 
     def load(self) -> None:
         """Compile and load, if that was not done yet.
@@ -63,10 +68,13 @@ class Kernels:
         blocks = min((items + THREADS - 1) // THREADS, _GRID_LIMIT)
         self._functions[name]((blocks,), (THREADS,), arguments, stream=stream)
 
-    def parts(self, name: str, size: int, copies: int, tensors: int, arguments: Arguments, stream: CupyStream) -> None:
-        """Blocks for every part of ``size`` bytes, every copy and every tensor."""
+    def parts(
+        self, name: str, size: int, copies: int, tensors: int, arguments: Arguments, stream: CupyStream, share: int = 1
+    ) -> None:
+        """Blocks for every ``share`` parts of ``size`` bytes, every copy and every tensor."""
+        span = self.chunk * share
         grid = (
-            max(1, (size + self.chunk - 1) // self.chunk),
+            max(1, (size + span - 1) // span),
             min(copies, _GRID_LIMIT),
             min(tensors, _GRID_LIMIT),
         )

@@ -183,6 +183,22 @@ def test_pages(both):
     both.agree()
 
 
+@pytest.mark.sanitizer
+def test_pages_of_many_parts(both):
+    """Pages of 256 KiB, filled to each side of every bound between the parts that the blocks of a launch share."""
+    pools, slabs = both.bytes((2, 16, 128, 8, 128), "float16"), both.bytes((12, 2, 128, 8, 128), "float16")
+    fill = np.array([1, 3, 4, 5, 11, 12, 13, 16, 47, 48, 49, 128])
+    both.run(
+        "capture_pages", [slabs], both.staged(both.some(12, 12)), [pools], both.staged(both.some(16, 12)),
+        both.staged(fill),
+    )  # fmt: skip
+    both.run(
+        "restore_pages", [pools], both.staged(both.some(16, 12)), [slabs], both.staged(both.some(12, 12)),
+        both.staged(fill[::-1]),
+    )  # fmt: skip
+    both.agree()
+
+
 def test_copy_row(both):
     width = int(both.rng.integers(1, 5000))
     dest, source = both.bytes((4, width), "float16"), both.bytes((6, width), "float16")
