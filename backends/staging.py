@@ -75,9 +75,15 @@ class StagingRing(Generic[B]):
                 use.event = None
                 return use
         if len(self._uses) < self._limit:
-            use = Use(self._make())
-            self._uses.append(use)
-            return use
+            try:
+                use = Use(self._make())
+            except MemoryError:
+                # Page-locked memory is scarce. A buffer that is in use comes back; without one there is no going on.
+                if all(use.lost or use.event is None for use in self._uses):
+                    raise
+            else:
+                self._uses.append(use)
+                return use
         oldest = next((use for use in self._uses if not use.lost), None)
         if oldest is None or oldest.event is None:
             raise DeviceError("staging", "staging ring", "no buffer can be proven free; drain the stream first")

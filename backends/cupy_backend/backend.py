@@ -77,7 +77,7 @@ class CupyBackend:
         cupy = self._device.cupy
         if isinstance(obj, cupy.ndarray):
             array = obj
-        elif type(obj).__module__.partition(".")[0] == "torch":
+        elif "torch" in sys.modules and isinstance(obj, sys.modules["torch"].Tensor):
             array = self._borrow_torch(obj)
         elif hasattr(obj, "__cuda_array_interface__"):
             array = self._borrow_interface(obj, obj)
@@ -202,7 +202,7 @@ class CupyBackend:
 
     def compact_lengths(self, lengths: DeviceArray, mapping: DeviceArray, old_size: int, stream: CupyStream) -> None:
         with self._verb("compact_lengths", stream):
-            to, via = _ints(lengths, old_size, "lengths"), _ints(mapping, old_size, "mapping")
+            to, via = _device_ints(lengths, old_size, "lengths"), _device_ints(mapping, old_size, "mapping")
             if old_size:
                 self._kernels.compact(to, via, old_size, stream)
 
@@ -213,14 +213,14 @@ class CupyBackend:
 
     def add_lengths(self, lengths: DeviceArray, increments: DeviceArray | int, count: int, stream: CupyStream) -> None:
         with self._verb("add_lengths", stream):
-            to = _ints(lengths, count, "lengths")
+            to = _device_ints(lengths, count, "lengths")
             if isinstance(increments, int | np.integer | np.ndarray) and np.ndim(increments) == 0:
                 each, scalar = 0, int(increments)
             elif isinstance(increments, np.ndarray):
                 _ints(increments, count, "increments")
                 (each,), scalar = self._send(stream, increments[:count]), 0
             else:
-                each, scalar = _ints(increments, count, "increments"), 0
+                each, scalar = _device_ints(increments, count, "increments"), 0
             if count:
                 self._kernels.flat("add_lengths", count, (to, each, scalar, count), stream)
 
@@ -229,8 +229,8 @@ class CupyBackend:
     ) -> None:
         with self._verb("gather_rows", stream):
             width = int(np.prod(table.shape[1:], dtype=np.int64))
-            to, source = _ints(dest, count * width, "dest"), _ints(table, 0, "table")
-            via = _ints(slots, count, "slots")
+            to, source = _device_ints(dest, count * width, "dest"), _device_ints(table, 0, "table")
+            via = _device_ints(slots, count, "slots")
             if count:
                 self._kernels.flat("gather_rows", count * width, (to, source, via, count, width), stream)
 
@@ -385,6 +385,13 @@ def _ints(array: DeviceArray, count: int, what: str) -> int:
     if array.dtype != np.int32 or not array.flags.c_contiguous or array.size < count:
         raise ValueError(f"{what}: at least {count} contiguous int32 are needed, got {array.dtype}{array.shape}")
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def _device_ints(array: DeviceArray, count: int, what: str) -> int:
+    """The same for a kernel, which would end this process's use of the device if it were given host memory."""
+    if isinstance(array, np.ndarray):
+        raise ValueError(f"{what}: an array on the device is needed, got one of NumPy; copy it there first")
+    return _ints(array, count, what)
 
 
 def _table(table: DeviceArray, width: int) -> int:

@@ -160,8 +160,14 @@ class Device:
                 "need 7.0 or newer; use a GPU from Volta on, or the host backend"
             )
         self._events: list[int] = []
-        with self.guard("open", "-"):
-            pointer = self.runtime.streamCreateWithFlags(self.runtime.streamNonBlocking)
+        try:
+            with self.guard("open", "-"):
+                pointer = self.runtime.streamCreateWithFlags(self.runtime.streamNonBlocking)
+        except DeviceError as error:
+            raise BackendUnavailable(
+                f"CUDA device {self.index} cannot be opened ({error.cause}); another process may use all of it: see "
+                "nvidia-smi, or choose another device with CUDA_VISIBLE_DEVICES"
+            ) from error
         self._internal = CupyStream("internal", pointer, None)
 
     @property

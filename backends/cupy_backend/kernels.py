@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from typing import Any, Final
 
+from context_cache.backends.base import BackendUnavailable
 from context_cache.backends.cupy_backend.device import CupyStream, Device
 
 __all__ = ["Kernels"]
@@ -44,7 +45,7 @@ class Kernels:
         self.parts_of_a_page = 3
 
     def load(self) -> None:
-        """Compile and load, if that was not done yet.
+        """Compile and load, if that was not done yet. Raises BackendUnavailable where nothing can be compiled.
 
         All of them at once and before the first verb: the driver loads code lazily, and the load of one kernel may
         wait for another that is running.
@@ -54,8 +55,21 @@ class Kernels:
         source = resources.files(__package__).joinpath(_SOURCE).read_text(encoding="utf-8")
         device = self._device
         with device.guard("compile", "-"):
-            module = device.cupy.RawModule(code=source)
-            functions = {name: module.get_function(name) for name in _NAMES}
+            try:
+                module = device.cupy.RawModule(code=source)
+                functions = {name: module.get_function(name) for name in _NAMES}
+            except device.errors:
+                raise
+            except OSError as error:
+                raise BackendUnavailable(
+                    f"cupy cannot keep compiled kernels ({error}); set CUPY_CACHE_DIR to a folder that can be written"
+                ) from error
+            except Exception as error:
+                # cupy has a different error for this in every version; none of them is one of CUDA's.
+                raise BackendUnavailable(
+                    f"cupy cannot compile kernels ({_first_line(error)}); install NVRTC, which comes with the CUDA "
+                    "toolkit and with the extra ctk of the cupy package"
+                ) from error
             for name, function in functions.items():
                 function((1,), (THREADS,), _EMPTY[name], stream=device.internal)
             device.runtime.streamSynchronize(device.internal.ptr)
@@ -85,3 +99,7 @@ class Kernels:
         wanted = (count + _COMPACT_ITEMS - 1) // _COMPACT_ITEMS
         threads = min(_COMPACT_THREADS, (wanted + 31) // 32 * 32)
         self._functions["compact_lengths"]((1,), (threads,), (lengths, mapping, count), stream=stream)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

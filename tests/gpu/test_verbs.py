@@ -244,6 +244,17 @@ def test_more_rows_than_a_grid_is_wide(backend, stream, put):
     assert not backend.to_host(tensor).any()
 
 
+def test_a_kernel_is_never_given_host_memory(backend, stream, put):
+    """It would fault, and this process could not use the device any more."""
+    lengths, table = put(np.zeros(4, np.int32)), put(np.zeros((4, 2, 3), np.int32))
+    host = np.zeros(4, np.int32)
+    with pytest.raises(ValueError, match="slots: an array on the device is needed"):
+        backend.gather_rows(put(np.zeros((2, 2, 3), np.int32)), table, host, 2, stream)
+    with pytest.raises(ValueError, match="mapping: an array on the device is needed"):
+        backend.compact_lengths(lengths, host, 4, stream)
+    assert backend.synchronize(stream)
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_enqueued(backend, stream, put):
     pool, slab = put(np.zeros((2, 3, 4, 1, 2), np.float16)), put(np.zeros((5, 2, 4, 1, 2), np.float16))
     one = backend.pinned((1,), "int32")

@@ -73,6 +73,23 @@ def test_a_full_ring_waits_for_the_oldest_use_that_has_an_event(backend, ring, s
     assert first not in lost
 
 
+def test_a_ring_that_gets_no_more_memory_waits_for_a_buffer_it_has(backend, stream):
+    made = []
+
+    def make():
+        if len(made) == 2:
+            raise MemoryError("no page-locked memory left")
+        made.append(backend.pinned((2,), "int32"))
+        return made[-1]
+
+    ring = StagingRing(backend, make, depth=2, limit=4)
+    for _ in range(2):
+        stream.enqueue(lambda: None, "copy")
+        ring.commit(ring.take(), stream)
+    assert ring.take() is not None
+    assert stream.completed == 1
+
+
 @pytest.mark.parametrize("verb", ["event_done", "wait_event"])
 def test_an_event_that_cannot_be_asked_is_a_device_error_and_costs_no_buffer(backend, ring, stream, verb, monkeypatch):
     for _ in range(4):

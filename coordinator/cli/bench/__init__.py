@@ -43,8 +43,8 @@ def _bench(cases: tuple[str, ...], repeats: int, backend: str, as_json: bool) ->
     Example:
       context-cache bench decode events
     """
-    from context_cache.backends import BackendUnavailable
-    from context_cache.coordinator.cli.app import Unusable
+    from context_cache.backends import BackendUnavailable, DeviceError
+    from context_cache.coordinator.cli.app import DoesNotHold, Unusable
     from context_cache.coordinator.cli.bench.cases import CASES, ScaledBudgets, bench_floors
     from context_cache.coordinator.cli.bench.measure import Bench
     from context_cache.coordinator.cli.progress import LateProgress
@@ -62,6 +62,8 @@ def _bench(cases: tuple[str, ...], repeats: int, backend: str, as_json: bool) ->
                 CASES[name](bench, scaled, repeats)
     except BackendUnavailable as error:
         raise Unusable(f"--backend {backend}: {error}") from None
+    except DeviceError as error:
+        raise DoesNotHold(f"the device failed: {error}") from None
     if as_json:
         machine = {
             "python": platform.python_version(),
