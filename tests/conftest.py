@@ -63,6 +63,12 @@ def load_equipment() -> Any:
     return module
 
 
+@pytest.fixture(scope="session")
+def equipment() -> Any:
+    """The module ``gpu/equipment.py``."""
+    return load_equipment()
+
+
 if BACKEND == "host":
     new_backend = HostBackend
 elif BACKEND == "cupy":

@@ -26,8 +26,8 @@ from context_cache.coordinator import (
     validate_deployment,
 )
 from context_cache.coordinator.cli.flavours import FLAVOURS, Flavour
-from context_cache.coordinator.cli.machine import Machine
 from context_cache.coordinator.cli.measured import MeasuredCoordinator
+from context_cache.coordinator.cli.platform import Platform
 from context_cache.coordinator.cli.sizing import RunSize
 from context_cache.coordinator.cli.stub import StubModel
 from context_cache.coordinator.manager import ResourceDemand
@@ -80,7 +80,7 @@ class EmbeddedRuntime:
         size: RunSize,
         flavour: Flavour = FLAVOURS["vanilla"],
         *,
-        machine: Machine,
+        platform: Platform,
         max_records: int | None = None,
         snapshot_slots: int = 0,
         seed: int = 0,
@@ -90,12 +90,12 @@ class EmbeddedRuntime:
             max_batch=size.max_batch, row_tokens=size.row_tokens, page_size=size.page_size
         )
         profile = validate_deployment(deployment)
-        self.machine: Final = machine
-        self._backend = machine.backend
-        self.stream: Final = machine.stream
+        self.platform: Final = platform
+        self._backend = platform.backend
+        self.stream: Final = platform.stream
         resources = allocate_resources(deployment, size.pages, self._backend)
         self._cache = resources.base_cache
-        self._lengths = machine.view(self._cache.lengths)
+        self._lengths = platform.view(self._cache.lengths)
         self.capacity: Final = ResourceDemand(
             size.pages,
             size.pages if flavour.has_draft_pages else 0,
@@ -103,7 +103,7 @@ class EmbeddedRuntime:
             snapshot_slots if flavour.has_recurrent and flavour.has_attention else 0,
         )
         self.model: Final = (
-            StubModel(flavour, resources, machine, row_tokens=size.row_tokens, seed=seed)
+            StubModel(flavour, resources, platform, row_tokens=size.row_tokens, seed=seed)
             if compute
             else None
         )
@@ -164,7 +164,7 @@ class EmbeddedRuntime:
         def work() -> None:
             lengths[:batch] += 1
 
-        self.machine.enqueue(work, "decode")
+        self.platform.enqueue(work, "decode")
         self.synchronize()
 
     def check_lengths(self, expected: NDArray[np.int32]) -> bool:
@@ -181,4 +181,4 @@ class EmbeddedRuntime:
         def work() -> None:
             lengths[first : first + values.size] = values
 
-        self.machine.enqueue(work, "prefill")
+        self.platform.enqueue(work, "prefill")

@@ -25,7 +25,7 @@ from context_cache.coordinator.cli.accounts import Counts
 from context_cache.coordinator.cli.batch import Batch, Ticket
 from context_cache.coordinator.cli.embedded import EmbeddedModel, EmbeddedRuntime
 from context_cache.coordinator.cli.flavours import FLAVOURS, Flavour
-from context_cache.coordinator.cli.machine import open_machine
+from context_cache.coordinator.cli.platform import open_platform
 from context_cache.coordinator.cli.sizing import RunSize
 from context_cache.coordinator.cli.verify import Verifier
 from context_cache.coordinator.cli.workload import Workload, WorkloadRequest
@@ -61,7 +61,7 @@ class Running(ABC):
         self.runtime: Final = EmbeddedRuntime(
             size,
             options.flavour,
-            machine=open_machine(options.backend),
+            platform=open_platform(options.backend),
             max_records=options.max_records,
             snapshot_slots=options.snapshot_slots,
             seed=options.seed,
@@ -70,7 +70,7 @@ class Running(ABC):
         self.coordinator: Final = self.runtime.coordinator
         self.counts: Final = Counts()
         self.verifier: Final = (
-            Verifier(workload, self.runtime.model, self.runtime.machine, seed=options.seed)
+            Verifier(workload, self.runtime.model, self.runtime.platform, seed=options.seed)
             if options.verify and self.runtime.model is not None
             else None
         )

@@ -31,7 +31,7 @@ from context_cache.coordinator.cli.function import (
     sample,
     take,
 )
-from context_cache.coordinator.cli.machine import Machine
+from context_cache.coordinator.cli.platform import Platform
 
 __all__ = ["PagedState", "RecurrentState", "StubModel"]
 
@@ -47,10 +47,10 @@ class PagedState:
     ``faults``: told of each row that names no page where one is needed.
     """
 
-    def __init__(self, table: KVPageTable, cache: HybridCacheManager, machine: Machine, faults: list[str]) -> None:
+    def __init__(self, table: KVPageTable, cache: HybridCacheManager, platform: Platform, faults: list[str]) -> None:
         self.page_size: Final = cache.page_size
-        self._rows = machine.view(table.device_array)
-        self._words: Words = machine.view(cache.kv_pools[0].reshape(2 * cache.num_pages, -1).view(np.uint64))
+        self._rows = platform.view(table.device_array)
+        self._words: Words = platform.view(cache.kv_pools[0].reshape(2 * cache.num_pages, -1).view(np.uint64))
         self._faults = faults
 
     def pages(self, slots: Slots, positions: Slots, half: int = 0) -> NDArray[np.int32]:
@@ -83,9 +83,9 @@ class PagedState:
 class RecurrentState:
     """Recurrent and convolution rows of the resident slots."""
 
-    def __init__(self, cache: HybridCacheManager, machine: Machine) -> None:
-        self._states: Words = machine.view(cache.recurrent_states[0].reshape(cache.max_batch, -1).view(np.uint64))
-        self._convs: Words = machine.view(cache.conv_states[0].reshape(cache.max_batch, -1).view(np.uint64))
+    def __init__(self, cache: HybridCacheManager, platform: Platform) -> None:
+        self._states: Words = platform.view(cache.recurrent_states[0].reshape(cache.max_batch, -1).view(np.uint64))
+        self._convs: Words = platform.view(cache.conv_states[0].reshape(cache.max_batch, -1).view(np.uint64))
 
     def entries(self, slots: Slots) -> tuple[Words, Words, Words]:
         """Two words of the recurrent row and one of the convolution row."""
@@ -116,38 +116,38 @@ class StubModel:
         self,
         flavour: Flavour,
         resources: ContextCachePhysicalResources,
-        machine: Machine,
+        platform: Platform,
         *,
         row_tokens: int,
         seed: int,
     ) -> None:
         self.flavour: Final = flavour
-        self._machine = machine
+        self._platform = platform
         self._cache = resources.base_cache
-        self._lengths: Any = machine.view(resources.base_cache.lengths)
+        self._lengths: Any = platform.view(resources.base_cache.lengths)
         self._draft_lengths: Any = None
         self._seed = np.uint64(seed % 2**64)
         self.faults: Final[list[str]] = []
         self.base: PagedState | None = None
         if flavour.has_attention:
-            self.base = PagedState(resources.base_page_table, self._cache, machine, self.faults)
+            self.base = PagedState(resources.base_page_table, self._cache, platform, self.faults)
         self.draft: PagedState | None = None
         if resources.draft_cache is not None and resources.draft_page_table is not None:
-            self.draft = PagedState(resources.draft_page_table, resources.draft_cache, machine, self.faults)
-            self._draft_lengths = machine.view(resources.draft_cache.lengths)
-        self.recurrent = RecurrentState(self._cache, machine) if flavour.has_recurrent else None
+            self.draft = PagedState(resources.draft_page_table, resources.draft_cache, platform, self.faults)
+            self._draft_lengths = platform.view(resources.draft_cache.lengths)
+        self.recurrent = RecurrentState(self._cache, platform) if flavour.has_recurrent else None
         self._offsets = np.arange(flavour.width)
         # A round looks at positions that it will not keep: behind the last token of a full row there are two rounds.
         longest = row_tokens + 2 * flavour.width
         self.tokens: Final = np.zeros((self._cache.max_batch, longest), np.int32)  # the model's own, on the host
-        self.hidden: Final[Any] = machine.backend.array((longest, 4), "float16") if flavour.mtp else None
+        self.hidden: Final[Any] = platform.backend.array((longest, 4), "float16") if flavour.mtp else None
         self.counts: Slots = np.zeros(0, np.int64)
         self.produced: NDArray[np.int32] = np.zeros((0, flavour.width), np.int32)
 
     @property
     def hidden_words(self) -> Words:
         """uint64[positions], the hidden rows of an MTP run."""
-        words: Words = self._machine.view(self.hidden.view(np.uint64)[:, 0])
+        words: Words = self._platform.view(self.hidden.view(np.uint64)[:, 0])
         return words
 
     def sampled(self, states: Words) -> NDArray[np.int32]:
@@ -164,19 +164,19 @@ class StubModel:
             if self.hidden is not None:
                 self.hidden_words[...] = _AGREE
 
-        self._machine.enqueue(work, "load prompt")
+        self._platform.enqueue(work, "load prompt")
 
     def prefill(self, logical: int, slot: int, end: int, *, sample_next: bool = True) -> None:
         """Base prefill of one sequence, from its device length up to ``end`` tokens."""
-        self._machine.enqueue(lambda: self._prefill(logical, np.array([slot]), end, sample_next), "prefill")
+        self._platform.enqueue(lambda: self._prefill(logical, np.array([slot]), end, sample_next), "prefill")
 
     def prefill_draft(self, logical: int, slot: int, end: int) -> None:
         """Draft prefill, behind the base's; with MTP one position earlier, which saw another next token."""
-        self._machine.enqueue(lambda: self._prefill_draft(logical, np.array([slot]), end), "draft prefill")
+        self._platform.enqueue(lambda: self._prefill_draft(logical, np.array([slot]), end), "draft prefill")
 
     def decode(self, slots: Slots, limits: Slots | None = None) -> None:
         """One step of the sequences in these resident slots, in logical order; at most ``limits`` tokens each."""
-        self._machine.enqueue(lambda: self._decode(slots, limits), "decode")
+        self._platform.enqueue(lambda: self._decode(slots, limits), "decode")
 
     # Kernels ----------------------------------------------------------------------------------------------------
 

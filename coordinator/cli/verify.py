@@ -23,7 +23,7 @@ from context_cache.coordinator.cli.function import (
     Words,
     mix,
 )
-from context_cache.coordinator.cli.machine import Machine
+from context_cache.coordinator.cli.platform import Platform
 from context_cache.coordinator.cli.stub import PagedState, StubModel
 from context_cache.coordinator.cli.workload import Workload
 
@@ -57,9 +57,9 @@ class Difference:
 class Verifier:
     """Checks the requests of a sample; ``verified`` says how many of them have been checked to their end."""
 
-    def __init__(self, workload: Workload, model: StubModel, machine: Machine, *, seed: int) -> None:
+    def __init__(self, workload: Workload, model: StubModel, platform: Platform, *, seed: int) -> None:
         self._requests = workload.requests
-        self._model, self._machine = model, machine
+        self._model, self._platform = model, platform
         count = len(self._requests)
         chosen = np.ones(count, np.bool_)
         if count > SAMPLE_MAX:
@@ -85,7 +85,7 @@ class Verifier:
                 found = self._model.hidden_words[reused - 1 : reused]
                 self._note(ordinal, found, wanted, "hidden row", "that is reused", first=reused - 1)
 
-        self._machine.enqueue(work, "verify start")
+        self._platform.enqueue(work, "verify start")
 
     def retired(self, ordinal: int, slot: int, committed: int, common: int) -> None:
         """Enqueue the check of everything that a sequence holds when it has all of its tokens."""
@@ -103,7 +103,7 @@ class Verifier:
                 self._note(ordinal, generated, wanted, "generated token", "at its end", first=prompt.size)
             self.verified += 1
 
-        self._machine.enqueue(work, "verify end")
+        self._platform.enqueue(work, "verify end")
 
     def _compare(
         self, ordinal: int, slot: int, known: NDArray[np.int32], length: int, draft_length: int, when: str

@@ -163,7 +163,7 @@ def test_a_flipped_byte_in_a_pool_is_found_before_it_is_reused(cli, workload, mo
                 page = int(paged.pages(np.array([slot]), np.array([2]))[0])
                 POOLS[what](self)[page : page + 1].view(np.uint8)[0, 8 * 2] ^= 0x10
 
-            self._machine.enqueue(work, "damage")
+            self._platform.enqueue(work, "damage")
 
     monkeypatch.setattr(StubModel, "load", damage)
     path = workload(request(1, 13, 9), request(1, 16, 9))
@@ -185,7 +185,7 @@ def test_a_flipped_byte_in_a_live_page_is_found_at_the_end(cli, workload, monkey
                 page = int(self.base.pages(slots[:1], np.array([5]))[0])
                 self.base._words[page : page + 1].view(np.uint8)[0, 8 * (5 % 4) + 7] ^= 0x80
 
-            self._machine.enqueue(work, "damage")
+            self._platform.enqueue(work, "damage")
 
     monkeypatch.setattr(StubModel, "decode", damage)
     path = workload(request(1, 13, 20))
@@ -205,7 +205,7 @@ def test_a_damaged_recurrent_row_is_found(cli, workload, monkeypatch, flavour):
             self.recurrent._convs[slots[0], 0] ^= np.uint64(4)
 
         if len(steps) == 2:
-            self._machine.enqueue(work, "damage")
+            self._platform.enqueue(work, "damage")
 
     monkeypatch.setattr(StubModel, "decode", damage)
     outcome = cli("run", workload(request(1, 13, 20)), "--flavour", flavour, "--verify", *SMALL)

@@ -11,7 +11,7 @@ import pytest
 
 from context_cache.backends import BackendUnavailable, DeviceError, HostBackend
 from context_cache.coordinator import ContextCacheRequest
-from context_cache.coordinator.cli import machine, scheduler
+from context_cache.coordinator.cli import platform, scheduler
 from context_cache.coordinator.cli.embedded import EmbeddedModel
 from context_cache.coordinator.cli.workload import read_workload
 from context_cache.coordinator.cli.workloads import shipped_workload
@@ -264,7 +264,7 @@ def no_gpu(monkeypatch):
     def refuse():
         raise BackendUnavailable("there is no GPU; plug one in")
 
-    monkeypatch.setattr(machine, "_open_cupy", refuse)
+    monkeypatch.setattr(platform, "_open_cupy", refuse)
 
 
 def test_without_a_gpu_one_sentence_says_what_is_missing(cli, monkeypatch):

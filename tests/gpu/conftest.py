@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-
-def _equipment() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_equipment", Path(__file__).parent / "equipment.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def equipment() -> Any:
-    return _equipment()
 
 
 @pytest.fixture(scope="session")

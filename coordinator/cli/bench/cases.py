@@ -24,7 +24,7 @@ from context_cache.coordinator import (
     allocate_resources,
 )
 from context_cache.coordinator.cli.bench.measure import Bench, once_us, times_us
-from context_cache.coordinator.cli.machine import open_machine
+from context_cache.coordinator.cli.platform import open_platform
 from context_cache.coordinator.manager import ContextCacheManager, LookupPolicy, ResourceType
 from context_cache.machines import EXECUTION, REQUEST, Runner, Step, Subject
 
@@ -61,8 +61,8 @@ class World:
     def __init__(
         self, backend: str, batch: int, row_pages: int, pages: int, recorder: Any = None, max_records: int | None = None
     ) -> None:
-        machine = open_machine(backend)
-        self.backend, self.stream = machine.backend, machine.stream
+        platform = open_platform(backend)
+        self.backend, self.stream = platform.backend, platform.stream
         deployment = DeploymentConfig(
             max_batch=batch, kv_capacity_tokens=row_pages * PAGE, page_size=PAGE, enforce_min_pool=False,
             layers=(LayerGeometry.attention(kv_heads=1, head_dim=1),),

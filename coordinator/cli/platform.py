@@ -8,7 +8,7 @@ wrong page-table row, length or snapshot on the device shows as it would in a re
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from attrs import frozen
@@ -16,12 +16,10 @@ from attrs import frozen
 from context_cache.backends import Backend, BackendUnavailable, HostBackend
 from context_cache.backends.host import HostStream
 
-__all__ = ["BACKENDS", "Machine", "open_machine"]
-
-BACKENDS: Final = ("host", "cupy", "auto")
+__all__ = ["Platform", "open_platform"]
 
 
-class Machine(Protocol):
+class Platform(Protocol):
     """What a run needs of the place where it happens."""
 
     @property
@@ -40,7 +38,7 @@ class Machine(Protocol):
 
 
 @frozen
-class HostMachine:
+class HostPlatform:
     """The host backend: arrays are NumPy's, and functions run when the stream does."""
 
     backend: HostBackend
@@ -54,7 +52,7 @@ class HostMachine:
 
 
 @frozen
-class CupyMachine:
+class CupyPlatform:
     """One GPU. A function of the model runs on the host as soon as all that was enqueued before it is done."""
 
     backend: Any
@@ -93,8 +91,8 @@ class _View:
         self._array[self._key(key)] = self._cupy.asarray(value, dtype=self._array.dtype)
 
 
-def open_machine(name: str) -> Machine:
-    """The machine behind ``--backend``: host, cupy, or auto for the best one that works here.
+def open_platform(name: str) -> Platform:
+    """The platform behind ``--backend``: host, cupy, or auto for the best one that works here.
 
     Raises BackendUnavailable for cupy where something is missing: one sentence, with what to install.
     """
@@ -105,11 +103,11 @@ def open_machine(name: str) -> Machine:
             if name == "cupy":
                 raise
     backend = HostBackend()
-    return HostMachine(backend, backend.new_stream("embedded"))
+    return HostPlatform(backend, backend.new_stream("embedded"))
 
 
-def _open_cupy() -> CupyMachine:
+def _open_cupy() -> CupyPlatform:
     from context_cache.backends.cupy_backend import CupyBackend
 
     backend = CupyBackend()
-    return CupyMachine(backend, backend.new_stream("embedded"))
+    return CupyPlatform(backend, backend.new_stream("embedded"))
