@@ -3,10 +3,12 @@
 ``spec``  what a machine is; refuses nonsense at import.
 ``runner``  fires events on top of ``transitions``.
 ``step``  what happened, as data.
+``document``  a table as JSON values, and its fingerprint.
 ``request``, ``sequence``, ``coordinator``  the tables.
 """
 
 from context_cache.machines.coordinator import COORDINATOR, EXECUTION, VIEW
+from context_cache.machines.document import document, fingerprint
 from context_cache.machines.request import REQUEST
 from context_cache.machines.runner import Call, Ending, EventRefused, LifecycleError, Runner, Subject
 from context_cache.machines.sequence import CAPTURE, CAPTURE_CODES, SEQUENCE, STATE_CODES, ask_table
@@ -61,5 +63,7 @@ __all__ = [
     "Transition",
     "ask_table",
     "compare_steps",
+    "document",
     "each",
+    "fingerprint",
 ]
