@@ -1,15 +1,22 @@
-"""The door of a coordinator: one caller at a time, orphans first, broken invariants poison."""
+"""The door of a coordinator: one caller at a time, orphans first, broken invariants poison, calls are told to whoever
+watches."""
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from types import TracebackType
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from context_cache.coordinator.calls.ending import reap_orphans
 from context_cache.coordinator.core import Core
 from context_cache.coordinator.errors import ContractViolation, InvariantViolation
 
-__all__ = ["Entry"]
+__all__ = ["Entry", "public_call"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Entry:
@@ -19,11 +26,12 @@ class Entry:
     no waiting: the contract is one call after another, and this only tells when it is broken.
     """
 
-    __slots__ = ("_core", "_lock")
+    __slots__ = ("_core", "_lock", "watcher")
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._lock = threading.Lock()
+        self.watcher = core.watcher
 
     def try_enter(self) -> bool:
         """Enter unless a call is in progress; orphans are reaped. Leave with ``leave``."""
@@ -52,11 +60,35 @@ class Entry:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self._lock.release()
-            return
         try:
             if isinstance(error, InvariantViolation):
                 self._core.tell_service("invariant_broken")
         finally:
-            self._lock.release()
+            try:
+                if self.watcher is not None:
+                    self.watcher.settled()
+            finally:
+                self._lock.release()
+
+
+class _Guarded(Protocol):
+    @property
+    def _entry(self) -> Entry: ...
+
+
+_S = TypeVar("_S", bound=_Guarded)
+
+
+def public_call(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
+    """A call that may change something: it runs behind the door, and a watcher of the coordinator is told of it."""
+
+    @functools.wraps(method)
+    def entered(self: _S, /, *arguments: _P.args, **options: _P.kwargs) -> _R:
+        entry = self._entry
+        with entry:
+            watcher = entry.watcher
+            if watcher is None:
+                return method(self, *arguments, **options)
+            return watcher.call(method, self, *arguments, **options)
+
+    return entered

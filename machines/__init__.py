@@ -25,7 +25,18 @@ from context_cache.machines.spec import (
     Transition,
     each,
 )
-from context_cache.machines.step import Difference, Firing, ListRecorder, Recorder, RecorderSwitch, Step, compare_steps
+from context_cache.machines.step import (
+    Difference,
+    Firing,
+    FiringRecorder,
+    ListRecorder,
+    Recorder,
+    RecorderSwitch,
+    Step,
+    Witness,
+    compare_steps,
+    witnessed_by,
+)
 
 ALL_MACHINES = (REQUEST, SEQUENCE, CAPTURE, COORDINATOR, EXECUTION, VIEW)
 
@@ -47,6 +58,7 @@ __all__ = [
     "Ending",
     "EventRefused",
     "Firing",
+    "FiringRecorder",
     "Guard",
     "HostStep",
     "LifecycleError",
@@ -61,9 +73,11 @@ __all__ = [
     "Step",
     "Subject",
     "Transition",
+    "Witness",
     "ask_table",
     "compare_steps",
     "document",
     "each",
     "fingerprint",
+    "witnessed_by",
 ]

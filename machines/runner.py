@@ -21,7 +21,7 @@ from transitions.core import Transition as _LibraryTransition
 
 from context_cache.backends.base import DeviceError, DrainResult
 from context_cache.machines.spec import Choice, Couple, MachineSpec, Row
-from context_cache.machines.step import DONE, Firing, Recorder, RecorderSwitch, Step
+from context_cache.machines.step import DONE, Firing, Recorder, RecorderSwitch
 
 __all__ = ["Call", "Ending", "EventRefused", "LifecycleError", "Runner", "Subject"]
 
@@ -228,9 +228,9 @@ class Runner:
                     if held[guard.name] != guard.wanted:
                         refused_by.setdefault(str(guard))
         state = subject._state
-        if self._switch.recorder is not None:
+        if self._switch.active:
             firing = Firing(self.spec.name, -1, event, state, state, outcome, "refused", None)
-            self._switch.record(Step(subject.id, firing))
+            self._switch.note(subject.id, firing, (), (), None)
         return EventRefused(self.spec.name, subject.id, state, event, self.spec.accepted(state), tuple(refused_by))
 
     def _build(self, spec: MachineSpec) -> Machine:
@@ -273,7 +273,7 @@ class Runner:
                     self._commit(subject, name, choice)
                 elif run(call) is not False:
                     ran.append(name)
-            if self._switch.recorder is not None:
+            if self._switch.active:
                 self._note(subject, row, call, choice, mask, ran, DONE, None, row.transition.work_ended)
         except BaseException:
             self._note(subject, row, call, choice, mask, (), "raised", None, None)
@@ -299,7 +299,7 @@ class Runner:
         try:
             try:
                 drained = self._walk(row.plan, subject, call, choice, ran)
-                if self._switch.recorder is None:
+                if not self._switch.active:
                     return ending
                 outcome, failed, ended = DONE, None, "drained" if drained else item.work_ended
             except _ActionFailed as failure:
@@ -423,7 +423,7 @@ class Runner:
         failed: str | None,
         work_ended: str | None,
     ) -> None:
-        if self._switch.recorder is None:
+        if not self._switch.active:
             return
         target = subject._state
         key = (row.number, mask, outcome if outcome == DONE else f"{outcome}:{target}", work_ended)
@@ -433,4 +433,4 @@ class Runner:
             firing = self._firings[key] = Firing(
                 self.spec.name, row.number, item.event, item.source, target, choice.outcomes[mask], outcome, work_ended
             )
-        self._switch.record(Step(subject.id, firing, tuple(ran), call.slots, failed))
+        self._switch.note(subject.id, firing, ran, call.slots, failed)

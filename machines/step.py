@@ -7,8 +7,9 @@ the slots touched belongs to the :class:`Firing`, of which there is one for each
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 from attrs import field, frozen
 
@@ -16,11 +17,14 @@ __all__ = [
     "DONE",
     "Difference",
     "Firing",
+    "FiringRecorder",
     "ListRecorder",
     "Recorder",
     "RecorderSwitch",
     "Step",
+    "Witness",
     "compare_steps",
+    "witnessed_by",
 ]
 
 DONE = "done"
@@ -111,24 +115,75 @@ class Recorder(Protocol):
         """Take one step."""
 
 
-class RecorderSwitch:
-    """One recorder for several runners. If it raises it is switched off for all of them: a trace has no holes."""
+@runtime_checkable
+class FiringRecorder(Protocol):
+    """A recorder that wants the parts of a step, which is quicker than the step for somebody who keeps it as text."""
 
-    __slots__ = ("recorder",)
+    def take(
+        self, subject: str, firing: Firing, ran: Sequence[str], slots: tuple[int, ...], failed: str | None
+    ) -> None:
+        """Take one step. ``ran`` is the recorder's to keep; neither it nor ``slots`` will change."""
+
+
+class Witness(Protocol):
+    """Sees the steps of every runner of this process, beside their recorders: a tool of tests."""
+
+    def saw(self, switch: RecorderSwitch, step: Step) -> None:
+        """Take one step; ``switch`` tells one coordinator from another. Must not raise."""
+
+
+_witnesses: list[Witness] = []
+
+
+@contextmanager
+def witnessed_by(witness: Witness) -> Iterator[None]:
+    """Let ``witness`` see the steps of every switch that is made from here on, until the block ends."""
+    _witnesses.append(witness)
+    try:
+        yield
+    finally:
+        _witnesses.remove(witness)
+
+
+class RecorderSwitch:
+    """One recorder for several runners. If it raises it is switched off for all of them: a trace has no holes.
+
+    active: whether anybody listens; what would be recorded need not be put together otherwise.
+    """
+
+    __slots__ = ("__weakref__", "_recorder", "_take", "_witnesses", "active")
 
     def __init__(self, recorder: Recorder | None) -> None:
+        self._witnesses = tuple(_witnesses)
         self.recorder = recorder
 
-    def record(self, step: Step) -> None:
+    @property
+    def recorder(self) -> Recorder | None:
+        """Where steps go; None: nowhere, or switched off."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+        self._take = recorder.take if isinstance(recorder, FiringRecorder) else None
+        self.active = recorder is not None or bool(self._witnesses)
+
+    def note(
+        self, subject: str, firing: Firing, ran: Sequence[str], slots: tuple[int, ...], failed: str | None
+    ) -> None:
         """Hand a step on; a recorder that raises costs the trace, never a request."""
-        recorder = self.recorder
-        if recorder is None:
-            return
+        if self._witnesses:
+            step = Step(subject, firing, tuple(ran), slots, failed)
+            for witness in self._witnesses:
+                witness.saw(self, step)
         try:
-            recorder.record(step)
+            if self._take is not None:
+                self._take(subject, firing, ran, slots, failed)
+            elif self._recorder is not None:
+                self._recorder.record(Step(subject, firing, tuple(ran), slots, failed))
         except Exception:
             self.recorder = None
-            _log.exception("%s %s: the recorder raised and is switched off", step.machine, step.subject)
+            _log.exception("%s %s: the recorder raised and is switched off", firing.machine, subject)
 
 
 @frozen
