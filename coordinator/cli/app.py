@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from typing import IO, Any, Final
 
 import click
@@ -86,6 +87,9 @@ def command_line() -> None:
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Run only the first N requests.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, metavar="N",
               help="Seed of the tokens that the embedded model emits.")
+@click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE",
+              help="Record calls and transitions in FILE, to be replayed; beside it FILE.tokens and FILE.timings.")
+@click.option("--redact", is_flag=True, help="With --trace: keep no token ids; prefixes are known by ordinals alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")  # fmt: skip
 def run(
     workload: str | None,
@@ -101,6 +105,8 @@ def run(
     row_tokens: int | None,
     limit: int | None,
     seed: int,
+    trace: str | None,
+    redact: bool,
     as_json: bool,
 ) -> None:
     """Run WORKLOAD through the coordinator and report reuse, cost and leaks.
@@ -128,7 +134,10 @@ def run(
     from context_cache.coordinator.cli.sizing import SizeError, size_run
     from context_cache.coordinator.cli.workload import WorkloadError, read_workload
     from context_cache.coordinator.cli.workloads import shipped_workload
+    from context_cache.coordinator.traces import TraceRecorder
 
+    if redact and trace is None:
+        raise Unusable("--redact says what a trace leaves out, and there is none; add --trace FILE")
     try:
         kind, batch, slots = check_options(
             flavour, max_batch=max_batch, pages=pages, snapshot_slots=snapshot_slots
@@ -145,8 +154,16 @@ def run(
         )  # fmt: skip
     except (FlavourError, WorkloadError, SizeError) as error:
         raise Unusable(str(error)) from None
+    recorder = None
+    if trace is not None:
+        try:
+            recorder = TraceRecorder(trace, redact=redact, seed=seed)
+        except OSError as error:
+            raise Unusable(f"--trace {trace}: cannot be written ({error.strerror}); name another file") from None
     try:
-        with LateProgress("requests", len(requests.requests)) as progress:
+        with ExitStack() as ends, LateProgress("requests", len(requests.requests)) as progress:
+            if recorder is not None:
+                ends.callback(recorder.close)
             report = run_workload(
                 requests,
                 size,
@@ -157,6 +174,7 @@ def run(
                 seed=seed,
                 verify=workload is None if verify is None else verify,
                 progress=progress,
+                recorder=recorder,
             )
     except BackendUnavailable as error:
         raise Unusable(f"--backend {backend}: {error}") from None
@@ -178,6 +196,12 @@ def run(
         from rich.console import Console
 
         print_report(report, Console())
+        if recorder is not None:
+            click.echo(
+                f"{recorder.steps} transitions recorded in {trace}; replay them with: context-cache replay {trace}"
+            )
+    if recorder is not None and recorder.failure is not None:
+        raise DoesNotHold(f"--trace {trace}: recording stopped before the end of the run: {recorder.failure}")
     if report.leaked_pages:
         raise DoesNotHold(
             f"{report.leaked_pages} pages leaked: after the last request they were neither free nor in a record; "

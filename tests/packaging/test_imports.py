@@ -33,6 +33,9 @@ ALLOWED = {
         "attrs", "numpy", "pytest", "hypothesis",
         "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
     ),
+    "context_cache.coordinator.traces": (
+        "attrs", "numpy", "msgspec", "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
+    ),
     "context_cache.coordinator.cli": (
         "attrs", "numpy", "click", "msgspec", "rich", "transitions",
         "context_cache.coordinator", "context_cache.machines", "context_cache.backends", "context_cache.diagrams",
