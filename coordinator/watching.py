@@ -8,7 +8,7 @@ write down what was asked; replaying needs them to answer as it was answered the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from context_cache.backends.base import LifecycleDevice
@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from context_cache.coordinator.identity import BlockHasher
 
 __all__ = ["Offer", "Publisher", "Watcher", "publish_offer"]
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_S = TypeVar("_S")
 
 Offer: TypeAlias = "Callable[[Core, Request, int], None]"
 """How one resident slot is offered for publication."""
@@ -35,7 +31,13 @@ def publish_offer(offer: Offer, core: Core, request: Request, resident: int) -> 
 
 @runtime_checkable
 class Watcher(Protocol):
-    """A recorder that sees calls. Every method of it must return without raising, except what it was handed to run."""
+    """A recorder that sees calls. Every method of it must return without raising, except what it was handed to run.
+
+    looks_before: names of calls before which it wants to look. began_at: set to ``perf_counter_ns`` at each call.
+    """
+
+    looks_before: frozenset[str]
+    began_at: int
 
     def hasher(self, hasher: BlockHasher) -> BlockHasher:
         """The identity function to use instead, asked once, before anything is built."""
@@ -49,13 +51,14 @@ class Watcher(Protocol):
     def publisher(self, publisher: Publisher) -> Publisher:
         """The publisher to use instead."""
 
-    def call(
-        self, method: Callable[Concatenate[_S, _P], _R], coordinator: _S, /, *arguments: _P.args, **options: _P.kwargs
-    ) -> _R:
-        """Run one public call and return or raise what it does."""
+    def look(self) -> None:
+        """A call named in ``looks_before`` is about to begin."""
+
+    def returned(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        """A public call has returned ``result``."""
+
+    def raised(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], error: BaseException) -> None:
+        """A public call raises ``error``; whatever that changes is changed."""
 
     def dropped(self, request: Request, drop: Callable[[], None]) -> None:
         """Run the drop of a request, by its handle or as an orphan."""
-
-    def settled(self) -> None:
-        """The call is over, everything it changed is changed."""

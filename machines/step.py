@@ -7,9 +7,9 @@ the slots touched belongs to the :class:`Firing`, of which there is one for each
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from attrs import field, frozen
 
@@ -17,11 +17,12 @@ __all__ = [
     "DONE",
     "Difference",
     "Firing",
-    "FiringRecorder",
     "ListRecorder",
+    "PartsRecorder",
     "Recorder",
     "RecorderSwitch",
     "Step",
+    "StepParts",
     "Witness",
     "compare_steps",
     "witnessed_by",
@@ -115,14 +116,17 @@ class Recorder(Protocol):
         """Take one step."""
 
 
-@runtime_checkable
-class FiringRecorder(Protocol):
-    """A recorder that wants the parts of a step, which is quicker than the step for somebody who keeps it as text."""
+StepParts: TypeAlias = "tuple[str, Firing, Sequence[str], tuple[int, ...], str | None]"
+"""Subject, firing, ran, slots, failed: what a step is made of. Nobody changes any of it afterwards."""
 
-    def take(
-        self, subject: str, firing: Firing, ran: Sequence[str], slots: tuple[int, ...], failed: str | None
-    ) -> None:
-        """Take one step. ``ran`` is the recorder's to keep; neither it nor ``slots`` will change."""
+
+@runtime_checkable
+class PartsRecorder(Protocol):
+    """A recorder that takes the parts of a step, which costs less than a step; recording is on the way of a decode."""
+
+    @property
+    def take(self) -> Callable[[StepParts], None]:
+        """Takes the parts of one step; must not raise."""
 
 
 class Witness(Protocol):
@@ -149,9 +153,12 @@ class RecorderSwitch:
     """One recorder for several runners. If it raises it is switched off for all of them: a trace has no holes.
 
     active: whether anybody listens; what would be recorded need not be put together otherwise.
+    note:   hands the parts of a step on. A recorder that raises costs the trace, never a request.
     """
 
-    __slots__ = ("__weakref__", "_recorder", "_take", "_witnesses", "active")
+    __slots__ = ("__weakref__", "_recorder", "_witnesses", "active", "note")
+
+    note: Callable[[StepParts], None]
 
     def __init__(self, recorder: Recorder | None) -> None:
         self._witnesses = tuple(_witnesses)
@@ -165,22 +172,21 @@ class RecorderSwitch:
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
         self._recorder = recorder
-        self._take = recorder.take if isinstance(recorder, FiringRecorder) else None
         self.active = recorder is not None or bool(self._witnesses)
+        quick = isinstance(recorder, PartsRecorder) and not self._witnesses
+        self.note = recorder.take if quick and isinstance(recorder, PartsRecorder) else self._note
 
-    def note(
-        self, subject: str, firing: Firing, ran: Sequence[str], slots: tuple[int, ...], failed: str | None
-    ) -> None:
-        """Hand a step on; a recorder that raises costs the trace, never a request."""
-        if self._witnesses:
-            step = Step(subject, firing, tuple(ran), slots, failed)
-            for witness in self._witnesses:
-                witness.saw(self, step)
+    def _note(self, parts: StepParts) -> None:
+        subject, firing, ran, slots, failed = parts
+        step = Step(subject, firing, tuple(ran), slots, failed)
+        for witness in self._witnesses:
+            witness.saw(self, step)
+        recorder = self._recorder
         try:
-            if self._take is not None:
-                self._take(subject, firing, ran, slots, failed)
-            elif self._recorder is not None:
-                self._recorder.record(Step(subject, firing, tuple(ran), slots, failed))
+            if isinstance(recorder, PartsRecorder):
+                recorder.take(parts)
+            elif recorder is not None:
+                recorder.record(step)
         except Exception:
             self.recorder = None
             _log.exception("%s %s: the recorder raised and is switched off", firing.machine, subject)

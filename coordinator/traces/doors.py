@@ -8,6 +8,8 @@ from time import perf_counter_ns
 from typing import Any
 from zlib import crc32
 
+from attrs import frozen
+
 from context_cache.backends.base import (
     DeviceArray,
     DrainResult,
@@ -21,7 +23,7 @@ from context_cache.coordinator.page_table import KVPageTable
 from context_cache.coordinator.traces.format import Act
 from context_cache.coordinator.watching import Offer, Publisher
 
-__all__ = ["Acts", "WatchedDevice", "error_name", "watched_publisher"]
+__all__ = ["Acts", "NotedAct", "WatchedDevice", "error_name", "watched_publisher"]
 
 NOT_IDLE = "not_idle"
 
@@ -32,18 +34,26 @@ def error_name(error: BaseException) -> str:
     return name
 
 
-class Acts:
-    """What went through the doors since the last step of a request was recorded.
+@frozen
+class NotedAct:
+    """An act between the steps of its call, with when it began and ended: ``perf_counter_ns``."""
 
-    noted:  in order. times: (begin, end) of each, nanoseconds of ``perf_counter_ns``.
+    act: Act
+    begin: int
+    end: int
+
+
+class Acts:
+    """What goes through the doors.
+
+    note:   takes each, in order.
     faults: (verb, n-th use of it in this call) -> what to raise, or the drain's result, instead of doing it.
     """
 
-    __slots__ = ("_uses", "faults", "noted", "times")
+    __slots__ = ("_note_act", "_uses", "faults")
 
-    def __init__(self) -> None:
-        self.noted: list[Act] = []
-        self.times: list[tuple[int, int]] = []
+    def __init__(self, note: Callable[[NotedAct], None]) -> None:
+        self._note_act = note
         self.faults: dict[tuple[str, int], BaseException | DrainResult] = {}
         self._uses: Counter[str] = Counter()
 
@@ -98,8 +108,7 @@ class Acts:
         return self._uses[verb]
 
     def _note(self, act: Act, begin: int) -> None:
-        self.noted.append(act)
-        self.times.append((begin, perf_counter_ns()))
+        self._note_act(NotedAct(act, begin, perf_counter_ns()))
 
 
 def watched_publisher(publisher: Publisher, acts: Acts) -> Publisher:
@@ -126,7 +135,11 @@ class WatchedDevice:
         self._table, self._draft_table = core.rows.base, core.rows.draft
 
     def upload_base_rows(self) -> bool:
-        return self._upload("upload_base_rows", self._table, self._inner.upload_base_rows)
+        table = self._table
+        # Every decode step comes here, and mostly with nothing to carry.
+        if table is None or not table.any_dirty:
+            return self._inner.upload_base_rows()
+        return self._upload("upload_base_rows", table, self._inner.upload_base_rows)
 
     def upload_draft_rows(self) -> bool:
         return self._upload("upload_draft_rows", self._draft_table, self._inner.upload_draft_rows)

@@ -6,6 +6,7 @@ one record. What it cannot understand is an :class:`Unusable` record; such a cal
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from itertools import groupby
@@ -43,17 +44,24 @@ Fields: TypeAlias = dict[str, Any]
 class Encoder:
     """Writes calls of one coordinator down.
 
-    keep_tokens: keeps token ids and says at which offset, in tokens, or -1. redact: no digests of the caller either.
+    tokens: keeps raw token ids and says at which byte they begin; None: they are not kept, nor digests of the caller.
     """
 
-    def __init__(self, core: Core, keep_tokens: Callable[[Int32Array], int], *, redact: bool) -> None:
+    def __init__(self, core: Core, tokens: Callable[[bytes], int] | None) -> None:
         self._core = core
-        self._keep_tokens = keep_tokens
-        self._redact = redact
+        self._tokens = tokens
+        self._redact = tokens is None
         # A prompt that is offered again after a refusal is written once.
         self._prompts: weakref.WeakKeyDictionary[HashMemo, int] = weakref.WeakKeyDictionary()
         self._media: dict[bytes, int] = {}
         self._active: tuple[int, int | None] = (0, None)
+        self._last_prepared: tuple[str, DecodingKvHeadroom, bytes] | None = None
+
+    def keep_tokens(self, tokens: Int32Array) -> int:
+        """Keep token ids: at which offset, in tokens, or -1."""
+        if self._tokens is None:
+            return -1
+        return self._tokens((tokens if sys.byteorder == "little" else tokens.astype("<i4")).tobytes()) // 4
 
     def look(self) -> None:
         """Before compact_batch: see what it will change and a runtime may have set, the caches' active batches."""
@@ -70,6 +78,8 @@ class Encoder:
         identity: list[lines.Identity],
     ) -> bytes:
         """The line of a call that returned ``result`` or raised ``error``. Never raises for bad arguments."""
+        if name == "prepare_decode_step" and result is not None and result.refusal is None and len(arguments) == 2:
+            return self._prepared(*arguments)
         raised = None if error is None else error_name(error)
         try:
             record = _ENCODERS[name](self, result, *arguments, **options)
@@ -83,6 +93,14 @@ class Encoder:
             record = lines.Unusable(call=name, request=request, raised=raised, identity=identity)
             line = msgspec.json.encode(record)
         return line + b"\n"
+
+    def _prepared(self, request: RequestHandle, headroom: DecodingKvHeadroom) -> bytes:
+        """The line of a prepared step, which has nothing in it but the two."""
+        kept = self._last_prepared
+        if kept is None or kept[0] != request.id or kept[1] != headroom:
+            record = lines.PrepareDecodeStep(request=request.id, headroom=_headroom(headroom), status="OK")
+            kept = self._last_prepared = (request.id, headroom, msgspec.json.encode(record) + b"\n")
+        return kept[2]
 
     def close(self, request: str, error: BaseException | None) -> bytes:
         """The line of a drop."""
@@ -139,7 +157,7 @@ class Encoder:
         tokens, lookup = sequence.token_ids, sequence.lookup_policy
         at = self._prompts.get(sequence.memo)
         if at is None:
-            at = self._prompts[sequence.memo] = self._keep_tokens(tokens)
+            at = self._prompts[sequence.memo] = self.keep_tokens(tokens)
         runs = groupby(sequence.per_position_media_hash)
         return lines.Sequence(
             tokens=(at, int(tokens.size)),
@@ -162,7 +180,7 @@ class Encoder:
     ) -> Fields:
         batch = as_batch_advance(advances, count)
         return {
-            "tokens": (self._keep_tokens(batch.token_ids), int(batch.token_ids.size)),
+            "tokens": (self.keep_tokens(batch.token_ids), int(batch.token_ids.size)),
             "counts": batch.counts.tolist(),
             "committed": batch.committed.tolist(),
             "common": None if common is None else as_int32(common, "common_state_lengths").tolist(),
@@ -202,25 +220,6 @@ class Encoder:
             completed=completed,
             status=_name(status),
         )
-
-    def plain_step(
-        self, request: RequestHandle, advances: Any, completed: Any = (), common: object = None
-    ) -> bytes | None:
-        """The line of a completed step in which every sequence brought one token, or None if it is another kind.
-
-        The same line as :meth:`call` makes, without looking at the sequences.
-        """
-        found = request.request_of(self._core)
-        if type(advances) is not BatchAdvance or found is None or not found.plain_steps or common is not None:
-            return None
-        if len(completed):
-            return None
-        if advances.counts.tobytes() != found.one_each:
-            return None
-        tokens = advances.token_ids
-        return b'{"line":"complete_decode_step","request":"%b","tokens":[%d,%d],"status":"OK"}\n' % (
-            found.id.encode(), self._keep_tokens(tokens), tokens.size,
-        )  # fmt: skip
 
     def _step(
         self, status: Status | None, request: RequestHandle, advances: Any, completed: list[int], common: object

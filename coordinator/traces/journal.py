@@ -25,8 +25,11 @@ __all__ = ["JournaledFile", "journal_of", "open_journaled"]
 _MAGIC: Final = b"CCJOURN1"
 _HEAD: Final = struct.Struct("<8sQQ")
 """Magic, where in the file the journal's first byte belongs, how many bytes it has."""
-_NUMBERS: Final = struct.Struct("<QQ")
+_NUMBER: Final = struct.Struct("<Q")
+_BASE_AT: Final = 8
+_USED_AT: Final = 16
 _SIZE: Final = 2**20
+_ROOM: Final = _SIZE - _HEAD.size
 _NO_RESERVATION: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
 
 
@@ -61,14 +64,14 @@ class JournaledFile:
             self._write(data)
         else:
             end = self._used + size
-            if end > _SIZE - _HEAD.size:
+            if end > _ROOM:
                 self._spill(data)
             else:
                 start = _HEAD.size + self._used
                 journal[start : start + size] = data
                 # The bytes first, then the number that makes them count.
                 self._used = end
-                _NUMBERS.pack_into(journal, 8, self._base, end)
+                _NUMBER.pack_into(journal, _USED_AT, end)
         self.size = offset + size
         return offset
 
@@ -96,16 +99,14 @@ class JournaledFile:
 
     def _spill(self, more: bytes) -> None:
         journal = self._map
-        if journal is not None and self._used:
+        if journal is not None:
             self._write(journal[_HEAD.size : _HEAD.size + self._used])
-            self._base += self._used
             self._used = 0
-            _NUMBERS.pack_into(journal, 8, self._base, 0)
-        if more:
-            self._write(more)
-            self._base += len(more)
-            if journal is not None:
-                _NUMBERS.pack_into(journal, 8, self._base, 0)
+            _NUMBER.pack_into(journal, _USED_AT, 0)
+        self._write(more)
+        self._base = self.size + len(more)
+        if journal is not None:
+            _NUMBER.pack_into(journal, _BASE_AT, self._base)
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)

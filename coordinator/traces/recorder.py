@@ -12,44 +12,37 @@ from __future__ import annotations
 
 import logging
 import os
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from context_cache.backends.base import LifecycleDevice
-from context_cache.coordinator.arguments import Int32Array
 from context_cache.coordinator.core import Core, Request
 from context_cache.coordinator.errors import ContractViolation
-from context_cache.coordinator.handle import RequestHandle
 from context_cache.coordinator.identity import BlockHasher
 from context_cache.coordinator.manager import ResourceType
-from context_cache.coordinator.traces.doors import Acts, WatchedDevice, watched_publisher
+from context_cache.coordinator.traces.doors import Acts, NotedAct, WatchedDevice, watched_publisher
 from context_cache.coordinator.traces.encode import Encoder
-from context_cache.coordinator.traces.format import Act, Identity, StepRecord
+from context_cache.coordinator.traces.format import Identity
 from context_cache.coordinator.traces.header import header_of
 from context_cache.coordinator.traces.identities import IdentityBook, ScriptedHasher, WatchedHasher
 from context_cache.coordinator.traces.journal import JournaledFile
-from context_cache.coordinator.types import DecodingKvHeadroom, Status
+from context_cache.coordinator.traces.steady import SteadyCall, StepLines, steady_call
 from context_cache.coordinator.watching import Publisher
-from context_cache.machines import REQUEST, Firing, Step
+from context_cache.machines import REQUEST, Step, StepParts
 
 __all__ = ["CallRecorder", "Sink", "TraceRecorder", "timings_of", "tokens_of"]
 
 _log = logging.getLogger("context_cache.traces")
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_S = TypeVar("_S")
-
-_KEPT_LINES_MAX: Final = 8192
-_TIMES_MAX: Final = 65_536
+_KEPT_MAX: Final = 8192
+_TIMES_MAX: Final = 8192
 _REQUEST: Final = REQUEST.name
-_NOTHING: Final = object()
 
 
 def tokens_of(path: str | os.PathLike[str]) -> str:
@@ -58,21 +51,26 @@ def tokens_of(path: str | os.PathLike[str]) -> str:
 
 
 def timings_of(path: str | os.PathLike[str]) -> str:
-    """Where the times of a trace lie: little-endian int64 rows (step, act or -1, begin, end), nanoseconds."""
+    """Where the times of a trace lie: little-endian int64 rows (step, act or -1, begin, end), nanoseconds.
+
+    A row with -1 is a call, under the number of its last step; act 0, 1, ... are what that step of a request did.
+    """
     return f"{os.fspath(path)}.timings"
 
 
 class Sink(Protocol):
     """Where lines, token ids and times go. Whatever it raises switches the recorder off."""
 
-    def line(self, data: bytes) -> None:
-        """The header, or one call with its steps, complete with line ends."""
+    @property
+    def line(self) -> Callable[[bytes], object]:
+        """Takes the header, or one call with its steps, complete with line ends."""
 
-    def tokens(self, tokens: Int32Array) -> int:
-        """Keep token ids; their offset in tokens, or -1."""
+    @property
+    def tokens(self) -> Callable[[bytes], int] | None:
+        """Takes raw little-endian int32 token ids and says at which byte they begin; None: they are not wanted."""
 
-    def times(self, rows: array[int]) -> None:
-        """Rows of four numbers; see :func:`timings_of`."""
+    def times(self, rows: npt.NDArray[np.int64]) -> None:
+        """int64[n, 4]; see :func:`timings_of`."""
 
     def close(self) -> None:
         """Nothing more will come."""
@@ -81,55 +79,49 @@ class Sink(Protocol):
 class CallRecorder:
     """Turns what happens at one coordinator into lines for a sink; give it as ``recorder`` and to no other.
 
-    redact: keep neither token ids nor digests of the caller; such a trace is replayed by ordinals alone.
+    sink:   one that wants no tokens gets no digests of the caller either: such a trace is replayed by ordinals alone.
     seed:   written into the header, for the reader.
     timed:  whether the sink wants times.
     script: answers for the block hashes (a redacted trace that is replayed); None: real hashes.
+
+    take:   takes the parts of a step (see ``machines.PartsRecorder``).
     """
+
+    looks_before: frozenset[str] = frozenset({"compact_batch"})
 
     def __init__(
         self,
         sink: Sink,
         *,
-        redact: bool = False,
         seed: int | None = None,
         timed: bool = False,
         script: Iterator[Identity] | None = None,
     ) -> None:
         self._sink = sink
-        self._redact = redact
+        self._line: Callable[[bytes], object] = sink.line
         self._seed = seed
         self._script = script
-        self.acts: Final = Acts()
+        # Steps and acts of the call in progress, as they came. Taking one is an append and nothing else: what they
+        # look like as lines is worked out once for the whole call, and mostly known from the call before.
+        self._happened: list[StepParts | NotedAct] = []
+        self.take: Callable[[StepParts], None] = self._happened.append
+        self.acts: Final = Acts(self._happened.append)
         self._device: WatchedDevice | None = None
         self._book = IdentityBook()
         self._encoder: Encoder | None = None
-        self._core: Core | None = None
         self.failure: BaseException | None = None
         self._off = False
-        # The call in progress.
-        self._name = ""
-        self._arguments: tuple[Any, ...] = ()
-        self._options: dict[str, Any] = {}
-        self._result: Any = _NOTHING
-        self._error: BaseException | None = None
-        self._lines: list[bytes] = []
-        # (subject, id of firing) -> what the line was made of, and the line. The firing is kept, so its id is its own.
-        self._kept: dict[tuple[str, int], tuple[Firing, Sequence[str], tuple[int, ...], bytes]] = {}
-        self._prepared: dict[tuple[str, int, int], bytes] = {}
-        self._times: array[int] | None = array("q") if timed else None
-        self._began = 0
-        self._steps = 0
-
-    @property
-    def steps(self) -> int:
-        """How many steps were recorded; steps are numbered from 1."""
-        return self._steps
+        self._lines = StepLines()
+        self._steady: dict[str, SteadyCall] = {}
+        self._timed = timed
+        self._times: list[tuple[int, int, int, int]] = []
+        self.began_at = 0
+        self.steps = 0
 
     # What the coordinator asks once ---------------------------------------------------------------------------------
 
     def hasher(self, hasher: BlockHasher) -> BlockHasher:
-        if self._core is not None:
+        if self._device is not None:
             raise ContractViolation("this recorder records a coordinator already; give each coordinator its own")
         if self._script is not None:
             return ScriptedHasher(self._book, self._script)
@@ -149,9 +141,8 @@ class CallRecorder:
             raise ContractViolation("a trace begins with an empty manager; the given one has pages or records in use")
         assert self._device is not None, "the coordinator asks for the device first"
         self._device.attach(core)
-        self._core = core
-        self._encoder = Encoder(core, self._sink.tokens, redact=self._redact)
-        header = header_of(core, tokens=not self._redact, seed=self._seed)
+        self._encoder = Encoder(core, self._sink.tokens)
+        header = header_of(core, tokens=self._sink.tokens is not None, seed=self._seed)
         try:
             self._sink.line(msgspec.json.encode(header) + b"\n")
         except Exception as error:
@@ -159,30 +150,47 @@ class CallRecorder:
 
     # What happens -----------------------------------------------------------------------------------------------------
 
-    def call(
-        self, method: Callable[Concatenate[_S, _P], _R], coordinator: _S, /, *arguments: _P.args, **options: _P.kwargs
-    ) -> _R:
-        if self._off:
-            return method(coordinator, *arguments, **options)
-        self._name, self._arguments, self._options = method.__name__, arguments, options
-        if self._name == "compact_batch" and self._encoder is not None:
+    def look(self) -> None:
+        if self._encoder is not None:
             self._encoder.look()
-        if self._times is not None:
-            self._began = perf_counter_ns()
+
+    def returned(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        happened = self._happened
+        if self._off:
+            happened.clear()
+            return
         try:
-            result = method(coordinator, *arguments, **options)
-        except BaseException as error:
-            self._result, self._error = None, error
+            # Most calls are the call of a moment ago, made again. This is on the way of every decode step, so it is
+            # one comparison in the interpreter's own code, and nothing is put into words twice.
+            steady = self._steady.get(name)
+            if steady is not None and steady.steps == happened and not options and not self._book.answers:
+                line = steady.line(arguments, result)
+                if line is not None:
+                    self._line(line)
+                    self.steps += steady.count
+                    if self._timed:
+                        self._times.append((self.steps, -1, self.began_at, perf_counter_ns()))
+                    happened.clear()
+                    return
+            self._write(name, arguments, options, result, None)
+        except Exception as failure:
+            self._switch_off(failure)
+        except BaseException as interrupt:
+            # A trace has no holes: what an interrupt tore apart ends it.
+            self._switch_off(interrupt)
             raise
-        self._result = result
-        return result
+
+    def raised(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], error: BaseException) -> None:
+        if self._off:
+            self._happened.clear()
+            return
+        try:
+            self._write(name, arguments, options, None, error)
+        except Exception as failure:
+            self._switch_off(failure)
 
     def dropped(self, request: Request, drop: Callable[[], None]) -> None:
-        if self._off:
-            drop()
-            return
-        if self._times is not None:
-            self._began = perf_counter_ns()
+        self.began_at = perf_counter_ns()
         raised: BaseException | None = None
         try:
             drop()
@@ -190,44 +198,15 @@ class CallRecorder:
             raised = error
             raise
         finally:
-            self._write(lambda encoder: encoder.close(request.id, raised))
-
-    def settled(self) -> None:
-        if self._result is _NOTHING or self._off:
-            return
-        self._write(self._call_line)
-        self._result, self._error = _NOTHING, None
-        self._arguments, self._options = (), {}
-
-    def take(
-        self, subject: str, firing: Firing, ran: Sequence[str], slots: tuple[int, ...], failed: str | None
-    ) -> None:
-        """One step (see ``machines.FiringRecorder``)."""
-        if self._off:
-            return
-        self._steps += 1
-        acts: Sequence[Act] = ()
-        if firing.machine == _REQUEST and self.acts.noted:
-            acts = self.acts.noted
-            self._note_times(len(acts))
-            self.acts.noted, self.acts.times = [], []
-        elif self._times is not None:
-            self._note_times(0)
-        key = (subject, id(firing))
-        kept = self._kept.get(key)
-        if kept is not None and kept[1] == ran and kept[2] is slots and failed is None and not acts:
-            self._lines.append(kept[3])
-            return
-        line = _step_line(subject, firing, ran, acts, slots, failed)
-        self._lines.append(line)
-        if failed is None and not acts:
-            if len(self._kept) >= _KEPT_LINES_MAX:
-                self._kept.clear()
-            self._kept[key] = (firing, ran, slots, line)
+            try:
+                if not self._off and self._encoder is not None:
+                    self._finish(self._encoder.close(request.id, raised) + self._lines.of(self._happened))
+            except Exception as failure:
+                self._switch_off(failure)
 
     def record(self, step: Step) -> None:
-        """The same as :meth:`take`, for a whole step."""
-        self.take(step.subject, step.firing, step.ran, step.slots, step.failed)
+        """A whole step instead of its parts."""
+        self.take((step.subject, step.firing, step.ran, step.slots, step.failed))
 
     def close(self) -> None:
         """Write what is still to be written. The coordinator may live on; it is not recorded any more."""
@@ -242,58 +221,45 @@ class CallRecorder:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _call_line(self, encoder: Encoder) -> bytes:
-        name, arguments, result = self._name, self._arguments, self._result
-        if name == "prepare_decode_step" and self._error is None and result.refusal is None and not self._options:
-            return self._prepared_line(encoder, *arguments)
-        if name == "complete_decode_step" and result is Status.OK and not self._options and not self._book.answers:
-            line = encoder.plain_step(*arguments)
-            if line is not None:
-                return line
-        return encoder.call(name, arguments, self._options, result, self._error, self._book.take())
+    def _write(
+        self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], result: Any, error: BaseException | None
+    ) -> None:
+        """The lines of a call that is not like the one before."""
+        encoder, happened = self._encoder, self._happened
+        assert encoder is not None, "calls come to a coordinator that was attached"
+        answers = self._book.take()
+        head = encoder.call(name, arguments, options, result, error, answers)
+        lines = self._lines.of(happened)
+        if error is None and not answers:
+            steady = steady_call(name, encoder, arguments, result, happened, head, lines)
+            if steady is not None:
+                self._steady[name] = steady
+        self._finish(head + lines)
 
-    def _prepared_line(self, encoder: Encoder, handle: RequestHandle, headroom: DecodingKvHeadroom) -> bytes:
-        key = (handle.id, headroom.base_extra_tokens, headroom.draft_extra_tokens)
-        line = self._prepared.get(key)
-        if line is None:
-            if len(self._prepared) >= _KEPT_LINES_MAX:
-                self._prepared.clear()
-            line = encoder.call("prepare_decode_step", (handle, headroom), {}, self._result, None, [])
-            self._prepared[key] = line
-        return line
-
-    def _write(self, make: Callable[[Encoder], bytes]) -> None:
-        """One call and its steps, in one piece."""
-        if self._encoder is None or self._off:
-            return
-        lines, self._lines = self._lines, []
-        self.acts.next_call()
-        try:
-            self._sink.line(make(self._encoder) + b"".join(lines))
-            if self._times is not None and len(self._times) >= _TIMES_MAX:
+    def _finish(self, lines: bytes) -> None:
+        """Write a call and its steps in one piece, number the steps and keep their times."""
+        happened = self._happened
+        self._line(lines)
+        steps = sum(type(item) is tuple for item in happened)
+        if self._timed and steps:
+            ended = perf_counter_ns()
+            if steps < len(happened):
+                _note_acts(self._times, self.steps, happened)
+            self._times.append((self.steps + steps, -1, self.began_at, ended))
+            if len(self._times) >= _TIMES_MAX:
                 self._give_times()
-        except Exception as error:
-            self._switch_off(error)
-        except BaseException as interrupt:
-            # A trace has no holes: what an interrupt tore apart ends it.
-            self._switch_off(interrupt)
-            raise
-
-    def _note_times(self, acts: int) -> None:
-        times = self._times
-        if times is None:
-            return
-        for index in range(acts):
-            times.extend((self._steps, index, *self.acts.times[index]))
-        times.extend((self._steps, -1, self._began, perf_counter_ns()))
+        self.steps += steps
+        happened.clear()
+        self.acts.next_call()
 
     def _give_times(self) -> None:
         if self._times:
-            self._sink.times(self._times)
-            self._times = array("q")
+            times, self._times = self._times, []
+            self._sink.times(np.array(times, "<i8"))
 
     def _switch_off(self, error: BaseException) -> None:
         self._off = True
+        self._happened.clear()
         self.failure = error
         _log.error("the trace recorder failed and is switched off; the coordinator goes on", exc_info=error)
 
@@ -310,9 +276,7 @@ class TraceRecorder(CallRecorder):
     def __init__(
         self, path: str | os.PathLike[str], *, redact: bool = False, seed: int | None = None, timings: bool = True
     ) -> None:
-        super().__init__(
-            _Files(path, redact=redact, timings=timings), redact=redact, seed=seed, timed=timings
-        )
+        super().__init__(_Files(path, redact=redact, timings=timings), seed=seed, timed=timings)
 
     def __enter__(self) -> TraceRecorder:
         return self
@@ -329,8 +293,8 @@ class _Files:
     def __init__(self, path: str | os.PathLike[str], *, redact: bool, timings: bool) -> None:
         self._open: list[JournaledFile] = []
         try:
-            self._trace = self._make(path)
-            self._tokens = None if redact else self._make(tokens_of(path))
+            self.line: Callable[[bytes], object] = self._make(path).append
+            self.tokens: Callable[[bytes], int] | None = None if redact else self._make(tokens_of(path)).append
             self._timings = self._make(timings_of(path)) if timings else None
         except BaseException:
             for file in self._open:
@@ -346,53 +310,23 @@ class _Files:
         self._open.append(file)
         return file
 
-    def line(self, data: bytes) -> None:
-        self._trace.append(data)
-
-    def tokens(self, tokens: Int32Array) -> int:
-        if self._tokens is None:
-            return -1
-        return self._tokens.append(tokens.astype("<i4", copy=False).tobytes()) // 4
-
-    def times(self, rows: array[int]) -> None:
+    def times(self, rows: npt.NDArray[np.int64]) -> None:
         if self._timings is not None:
-            self._timings.append(np.array(rows, "<i8").tobytes())
+            self._timings.append(rows.tobytes())
 
     def close(self) -> None:
         for file in self._open:
             file.close()
 
 
-def _step_line(
-    subject: str, firing: Firing, ran: Sequence[str], acts: Sequence[Act], slots: tuple[int, ...], failed: str | None
-) -> bytes:
-    record = StepRecord(
-        machine=firing.machine,
-        subject=subject,
-        row=firing.row,
-        event=firing.event,
-        source=firing.source,
-        target=firing.target,
-        guards=dict(firing.guards),
-        ran=list(ran),
-        acts=list(acts),
-        slots=_ranges(slots),
-        outcome=firing.outcome,
-        failed=failed,
-        ended=firing.work_ended,
-    )
-    return msgspec.json.encode(record) + b"\n"
-
-
-def _ranges(slots: tuple[int, ...]) -> str:
-    """``(0, 1, 2, 5)`` as ``0-2,5``."""
-    parts: list[str] = []
-    first = last = None
-    for slot in (*slots, None):
-        if last is not None and slot == last + 1:
-            last = slot
+def _note_acts(times: list[tuple[int, int, int, int]], steps: int, happened: list[StepParts | NotedAct]) -> None:
+    """Times of acts, under the step of a request that follows them."""
+    waiting: list[NotedAct] = []
+    for item in happened:
+        if isinstance(item, NotedAct):
+            waiting.append(item)
             continue
-        if first is not None:
-            parts.append(str(first) if first == last else f"{first}-{last}")
-        first = last = slot
-    return ",".join(parts)
+        steps += 1
+        if item[1].machine == _REQUEST:
+            times.extend((steps, index, act.begin, act.end) for index, act in enumerate(waiting))
+            waiting.clear()
