@@ -12,6 +12,7 @@ from attrs import frozen
 
 from context_cache.backends.base import (
     DeviceArray,
+    DeviceError,
     DrainResult,
     HiddenCopy,
     Int32Array,
@@ -19,6 +20,7 @@ from context_cache.backends.base import (
     SnapshotCopies,
 )
 from context_cache.coordinator.core import Core, Request
+from context_cache.coordinator.errors import ContractViolation, InvariantViolation
 from context_cache.coordinator.page_table import KVPageTable
 from context_cache.coordinator.traces.format import Act
 from context_cache.coordinator.watching import Offer, Publisher
@@ -29,7 +31,13 @@ NOT_IDLE = "not_idle"
 
 
 def error_name(error: BaseException) -> str:
-    """The class of an error, or of the one that it stands for when a recorded failure is repeated."""
+    """The class of an error, or of the one that it stands for when a recorded failure is repeated.
+
+    Whatever is a DeviceError, or one of the coordinator's own errors, is called that: what happens next depends on it.
+    """
+    for kind in (DeviceError, ContractViolation, InvariantViolation):
+        if isinstance(error, kind):
+            return kind.__name__
     name: str = getattr(error, "stands_for", type(error).__name__)
     return name
 

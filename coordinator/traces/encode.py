@@ -322,7 +322,12 @@ def _headroom(headroom: DecodingKvHeadroom) -> tuple[int, int]:
 
 
 def _tensor(tensor: DeviceArray) -> lines.Tensor:
-    return lines.Tensor(shape=[int(size) for size in tensor.shape], dtype=str(tensor.dtype))
+    flags = getattr(tensor, "flags", None)
+    return lines.Tensor(
+        shape=[int(size) for size in tensor.shape],
+        dtype=str(tensor.dtype),
+        plain=bool(getattr(flags, "c_contiguous", True) and getattr(flags, "writeable", True)),
+    )
 
 
 def _extras(extras: BlockKeyExtras) -> lines.Extras | None:

@@ -222,10 +222,11 @@ class Sequence(_Part, kw_only=True, frozen=True):
 
 
 class Tensor(_Part, kw_only=True, frozen=True):
-    """A device tensor of the runtime: what was asked of it, not what it holds."""
+    """A device tensor of the runtime: its shape, not what it holds. plain: contiguous and writable."""
 
     shape: Annotated[list[Count], Meta(max_length=8)]
     dtype: Name
+    plain: bool = True
 
 
 class _Call(_Part, tag_field="line", kw_only=True, frozen=True):

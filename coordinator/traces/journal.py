@@ -20,7 +20,7 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-__all__ = ["JournaledFile", "journal_of", "open_journaled"]
+__all__ = ["JournaledBytes", "JournaledFile", "journal_of", "open_journaled"]
 
 _MAGIC: Final = b"CCJOURN1"
 _HEAD: Final = struct.Struct("<8sQQ")
@@ -159,6 +159,37 @@ def _rest(path: str | os.PathLike[str], size: int) -> bytes:
     if magic != _MAGIC or used > len(data) - _HEAD.size or not base <= size <= base + used:
         return b""
     return data[_HEAD.size + size - base : _HEAD.size + used]
+
+
+class JournaledBytes:
+    """The same bytes for reading anywhere in them. Raises OSError if the file cannot be opened."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = io.FileIO(path)
+        try:
+            self._size = os.fstat(self._file.fileno()).st_size
+            self._rest = _rest(path, self._size)
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self._size + len(self._rest)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """``count`` bytes from ``offset`` on; fewer where there are no more."""
+        if offset + count > self.size:
+            return b""
+        data = b"" if offset >= self._size else os.pread(self._file.fileno(), count, offset)
+        if len(data) < count:
+            begin = max(0, offset - self._size)
+            data += self._rest[begin : begin + count - len(data)]
+        return data
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class _Joined(io.RawIOBase):

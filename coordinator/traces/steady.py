@@ -23,6 +23,7 @@ __all__ = ["SteadyCall", "StepLines", "steady_call"]
 
 _KEPT_MAX: Final = 8192
 _REQUEST: Final = REQUEST.name
+_PLAIN_END: Final = b',"status":"OK"}\n'
 
 Happened: TypeAlias = "Sequence[StepParts | NotedAct]"
 
@@ -97,9 +98,10 @@ def steady_call(
         return _Prepared(plain, len(plain), arguments[1], head + steps)
     if name == "complete_decode_step" and arguments:
         before, found, after = head.partition(b'"tokens":')
-        if found:
-            tail = after[after.index(b"]") + 1 :] + steps
-            return _Completed(plain, len(plain), encoder, arguments[0]._request, before + found, tail)
+        rest = after[after.index(b"]") + 1 :] if found else b""
+        # Anything else in the line, such as sequences that ended, belongs to this one step.
+        if rest == _PLAIN_END:
+            return _Completed(plain, len(plain), encoder, arguments[0]._request, before + found, rest + steps)
     return None
 
 
