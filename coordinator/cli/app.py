@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import IO, Any, Final
 
 import click
 
-__all__ = ["command_line"]
+__all__ = ["DoesNotHold", "Unusable", "command_line"]
 
 _INT32_MAX: Final = 2**31 - 1
 
@@ -35,18 +36,31 @@ class DoesNotHold(Unusable):
     exit_code = 1
 
 
+def _bench() -> click.Command:
+    from context_cache.coordinator.cli.bench import bench_command
+
+    return bench_command()
+
+
+def _replay() -> click.Command:
+    from context_cache.coordinator.cli.replaying import replay_command
+
+    return replay_command
+
+
+_LATE: Final[dict[str, Callable[[], click.Command]]] = {"bench": _bench, "replay": _replay}
+"""Commands that are imported only when they are asked for."""
+
+
 class _Commands(click.Group):
-    """Knows ``bench`` by name and imports it only when it is asked for."""
+    """Knows the late commands by name."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*super().list_commands(context), "bench"])
+        return sorted([*super().list_commands(context), *_LATE])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name == "bench":
-            from context_cache.coordinator.cli.bench import bench_command
-
-            return bench_command()
-        return super().get_command(context, name)
+        late = _LATE.get(name)
+        return super().get_command(context, name) if late is None else late()
 
 
 @click.group("context-cache", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

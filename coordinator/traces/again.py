@@ -125,7 +125,8 @@ def _begin(record: lines.BeginRequest, stage: Stage, tokens: TokenSource, line: 
     def begin() -> None:
         result = stage.coordinator.begin_request(admission, headroom, stream)  # type: ignore[arg-type]
         if result.admission is not None:
-            stage.keep(result.admission.request.id, result.admission.request)
+            # By the recorded name: a trace that was shortened numbers its requests anew.
+            stage.keep(record.gave or result.admission.request.id, result.admission.request)
 
     return begin
 

@@ -36,7 +36,7 @@ from context_cache.coordinator.traces.steady import SteadyCall, StepLines, stead
 from context_cache.coordinator.watching import Publisher
 from context_cache.machines import REQUEST, Step, StepParts
 
-__all__ = ["CallRecorder", "Sink", "TraceRecorder", "timings_of", "tokens_of"]
+__all__ = ["CallRecorder", "Sink", "TraceFiles", "TraceRecorder", "timings_of", "tokens_of"]
 
 _log = logging.getLogger("context_cache.traces")
 
@@ -276,7 +276,7 @@ class TraceRecorder(CallRecorder):
     def __init__(
         self, path: str | os.PathLike[str], *, redact: bool = False, seed: int | None = None, timings: bool = True
     ) -> None:
-        super().__init__(_Files(path, redact=redact, timings=timings), seed=seed, timed=timings)
+        super().__init__(TraceFiles(path, redact=redact, timings=timings), seed=seed, timed=timings)
 
     def __enter__(self) -> TraceRecorder:
         return self
@@ -287,7 +287,7 @@ class TraceRecorder(CallRecorder):
         self.close()
 
 
-class _Files:
+class TraceFiles:
     """The three files of a trace."""
 
     def __init__(self, path: str | os.PathLike[str], *, redact: bool, timings: bool) -> None:

@@ -33,7 +33,7 @@ from context_cache.coordinator.traces.recorder import CallRecorder
 from context_cache.coordinator.traces.stage import BYTES_MAX, Stage, fault_of, open_backend
 from context_cache.coordinator.types import RequestView
 
-__all__ = ["Difference", "Replay", "ReplayResult", "replay"]
+__all__ = ["Difference", "LastCall", "Replay", "ReplayResult", "differing_fields", "first_difference", "replay"]
 
 _FAILED: Final = b'"failed":'
 _REPEATABLE: Final = frozenset({"ContractViolation", "InvariantViolation", "DeviceError", "OwnersLeft"})
@@ -81,8 +81,11 @@ class ReplayResult:
         return self.difference is None and self.unrepeatable is None
 
 
-class _Memory:
-    """A sink that keeps the lines of the last call, and says of tokens what the trace says."""
+class LastCall:
+    """A sink that keeps the lines of the last call, and says of tokens what the trace says.
+
+    offsets: where the tokens of the call lie, in the order in which they are kept.
+    """
 
     def __init__(self, *, tokens: bool) -> None:
         self.last: list[bytes] = []
@@ -106,16 +109,20 @@ class _Memory:
 class Replay:
     """A trace on a fresh coordinator, call by call.
 
-    backend: opened already. bytes_max: most host memory that the trace may ask for.
+    backend: opened already. bytes_max: most host memory that the trace may ask for. sink: takes what is recorded again.
+    header: as the replay itself would write it. changed_machines: whose tables are not those that were recorded.
     Raises TraceError for a header that cannot be used.
     """
 
-    def __init__(self, header: Header, backend: Backend, *, bytes_max: int = BYTES_MAX) -> None:
+    def __init__(
+        self, header: Header, backend: Backend, *, bytes_max: int = BYTES_MAX, sink: LastCall | None = None
+    ) -> None:
         self._answers: list[Identity] = []
-        self._sink = _Memory(tokens=header.tokens)
+        self._sink = LastCall(tokens=header.tokens) if sink is None else sink
         script = None if header.tokens else self._script()
         self._recorder = CallRecorder(self._sink, script=script)
         self.stage = Stage(header, self._recorder, backend, bytes_max=bytes_max)
+        self.header = msgspec.json.decode(b"".join(self._sink.last), type=Header)
         self._sink.last.clear()
         self.changed_machines = tuple(
             name for name, found in header.machines.items() if FINGERPRINTS.get(name) != found
@@ -206,7 +213,7 @@ def first_difference(group: Group, actual: list[bytes]) -> Difference | None:
     for index in range(max(len(expected), len(made))):
         wanted: RecordedStep | None = expected[index] if index < len(expected) else None
         found = made[index] if index < len(made) else None
-        fields = _fields(None if wanted is None else wanted.step, found)
+        fields = differing_fields(None if wanted is None else wanted.step, found)
         if fields:
             number = group.first_step + index
             line = group.line + 1 + index
@@ -214,11 +221,12 @@ def first_difference(group: Group, actual: list[bytes]) -> Difference | None:
                 group.number, line, group.record, number, None if wanted is None else wanted.step, found, fields
             )
     again = decode_call(actual[0], 0) if actual else None
-    fields = _fields(group.record, again)
+    fields = differing_fields(group.record, again)
     return Difference(group.number, group.line, group.record, None, group.record, again, fields) if fields else None
 
 
-def _fields(one: msgspec.Struct | None, other: msgspec.Struct | None) -> tuple[str, ...]:
+def differing_fields(one: msgspec.Struct | None, other: msgspec.Struct | None) -> tuple[str, ...]:
+    """Names of the fields in which two records differ; ``kind`` if they are not of one kind or one is missing."""
     if one is None or other is None or type(one) is not type(other):
         return () if one is other else ("kind",)
     return tuple(
