@@ -200,6 +200,7 @@ class Runner:
         mask = choice.mask(call)
         row = choice.rows[mask]
         if row is None:
+            self._switch.declined(subject.id, self.spec.name, event, subject._state, choice.outcomes[mask])
             return False
         if row.light:
             self._run_light(subject, row, call, choice, mask)

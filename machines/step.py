@@ -133,7 +133,10 @@ class Witness(Protocol):
     """Sees the steps of every runner of this process, beside their recorders: a tool of tests."""
 
     def saw(self, switch: RecorderSwitch, step: Step) -> None:
-        """Take one step; ``switch`` tells one coordinator from another. Must not raise."""
+        """Take one step; ``switch`` tells one coordinator from another. Must not raise.
+
+        An offered event that no row took is shown too, with the outcome ``declined``; recorders are not told of it.
+        """
 
 
 _witnesses: list[Witness] = []
@@ -175,6 +178,13 @@ class RecorderSwitch:
         self.active = recorder is not None or bool(self._witnesses)
         quick = isinstance(recorder, PartsRecorder) and not self._witnesses
         self.note = recorder.take if quick and isinstance(recorder, PartsRecorder) else self._note
+
+    def declined(
+        self, subject: str, machine: str, event: str, state: str, guards: tuple[tuple[str, bool], ...]
+    ) -> None:
+        """An offered event was not taken. Nothing happened, so only witnesses hear of it."""
+        for witness in self._witnesses:
+            witness.saw(self, Step(subject, Firing(machine, -1, event, state, state, guards, "declined", None)))
 
     def _note(self, parts: StepParts) -> None:
         subject, firing, ran, slots, failed = parts

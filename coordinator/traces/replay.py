@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from attrs import define, evolve, frozen
+from msgspec.structs import replace
 
 from context_cache.backends.base import Backend
 from context_cache.coordinator.errors import ContextCacheError
@@ -29,11 +32,21 @@ from context_cache.coordinator.traces.reader import (
     decode_call,
     decode_step,
 )
-from context_cache.coordinator.traces.recorder import CallRecorder
+from context_cache.coordinator.traces.recorder import CallRecorder, TraceFiles, tokens_of
 from context_cache.coordinator.traces.stage import BYTES_MAX, Stage, fault_of, open_backend
 from context_cache.coordinator.types import RequestView
 
-__all__ = ["Difference", "LastCall", "Replay", "ReplayResult", "differing_fields", "first_difference", "replay"]
+__all__ = [
+    "Difference",
+    "LastCall",
+    "Replay",
+    "ReplayResult",
+    "differing_fields",
+    "first_difference",
+    "replay",
+    "rerecord",
+    "rewriting",
+]
 
 _FAILED: Final = b'"failed":'
 _REPEATABLE: Final = frozenset({"ContractViolation", "InvariantViolation", "DeviceError", "OwnersLeft"})
@@ -110,7 +123,7 @@ class Replay:
     """A trace on a fresh coordinator, call by call.
 
     backend: opened already. bytes_max: most host memory that the trace may ask for. sink: takes what is recorded again.
-    header: as the replay itself would write it. changed_machines: whose tables are not those that were recorded.
+    changed_machines: whose tables are not those that were recorded.
     Raises TraceError for a header that cannot be used.
     """
 
@@ -122,7 +135,6 @@ class Replay:
         script = None if header.tokens else self._script()
         self._recorder = CallRecorder(self._sink, script=script)
         self.stage = Stage(header, self._recorder, backend, bytes_max=bytes_max)
-        self.header = msgspec.json.decode(b"".join(self._sink.last), type=Header)
         self._sink.last.clear()
         self.changed_machines = tuple(
             name for name, found in header.machines.items() if FINGERPRINTS.get(name) != found
@@ -204,6 +216,59 @@ def replay(
         before = _request_before(path, result.difference, backend, bytes_max)
         result.difference = evolve(result.difference, before=before)
     return result
+
+
+class _Writing(LastCall):
+    """Keeps what is recorded again, and its tokens in their new places."""
+
+    def __init__(self, files: TraceFiles, *, tokens: bool) -> None:
+        super().__init__(tokens=tokens)
+        self.tokens = files.tokens
+
+
+@contextmanager
+def rewriting(
+    reader: TraceReader, out: str | os.PathLike[str], backend: str, bytes_max: int
+) -> Iterator[tuple[Replay, Callable[[list[bytes]], None]]]:
+    """A replay whose lines are written to ``out``: the replay, and what takes the lines of a call.
+
+    ``out`` is replaced when the block ends well, and is as it was when it does not.
+    """
+    part = Path(f"{os.fspath(out)}.part")
+    tokens = reader.header.tokens
+    files = TraceFiles(part, redact=not tokens, timings=False)
+    try:
+        play = Replay(reader.header, open_backend(backend), bytes_max=bytes_max, sink=_Writing(files, tokens=tokens))
+        try:
+            files.line(msgspec.json.encode(replace(reader.header, machines=FINGERPRINTS)) + b"\n")
+            yield play, lambda lines: _nothing(files.line(b"".join(lines)))
+        finally:
+            play.end()
+        files.close()
+        if tokens:
+            os.replace(tokens_of(part), tokens_of(out))
+        os.replace(part, out)
+    finally:
+        files.close()
+        for left in (part, Path(tokens_of(part))):
+            left.unlink(missing_ok=True)
+
+
+def rerecord(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> int:
+    """Make the calls of a trace again and write what happens now; how many calls. ``out`` may be ``path``.
+
+    Raises TraceError, OSError.
+    """
+    calls = 0
+    with TraceReader(path) as reader, rewriting(reader, out, "host", BYTES_MAX) as (play, write):
+        for group in reader.groups():
+            write(play.make(group, reader))
+            calls += 1
+    return calls
+
+
+def _nothing(value: object) -> None:
+    """Takes what a sink says of a line."""
 
 
 def first_difference(group: Group, actual: list[bytes]) -> Difference | None:

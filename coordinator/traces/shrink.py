@@ -9,10 +9,8 @@ the coordinator, and left out in turn.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from pathlib import Path
 from time import monotonic
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -22,8 +20,7 @@ from msgspec.structs import replace
 
 from context_cache.coordinator.traces import format as lines
 from context_cache.coordinator.traces.reader import Group, TraceError, TraceReader, decode_step
-from context_cache.coordinator.traces.recorder import TraceFiles, tokens_of
-from context_cache.coordinator.traces.replay import LastCall, Replay, differing_fields
+from context_cache.coordinator.traces.replay import Replay, differing_fields, rewriting
 from context_cache.coordinator.traces.shorten import prompts_of, shortened
 from context_cache.coordinator.traces.stage import BYTES_MAX, open_backend
 
@@ -273,15 +270,6 @@ def _tokens(groups: Candidate) -> int:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-class _Writing(LastCall):
-    """Keeps what is recorded, and the tokens in their new places."""
-
-    def __init__(self, files: TraceFiles, *, tokens: bool) -> None:
-        super().__init__(tokens=tokens)
-        if tokens:
-            self.tokens = files.tokens
-
-
 def _write(
     groups: Candidate,
     reader: TraceReader,
@@ -290,25 +278,11 @@ def _write(
     bytes_max: int,
     shrinker: _Shrinker,
 ) -> None:
-    part = Path(f"{os.fspath(out)}.part")
-    tokens = reader.header.tokens
-    files = TraceFiles(part, redact=not tokens, timings=False)
-    try:
-        sink = _Writing(files, tokens=tokens)
-        play = Replay(reader.header, open_backend(backend), bytes_max=bytes_max, sink=sink)
-        try:
-            files.line(msgspec.json.encode(replace(play.header, seed=reader.header.seed)) + b"\n")
-            for number, group in zip(count(1), groups, strict=False):
-                actual = play.make(group, reader)
-                last = number == len(groups)
-                files.line(b"".join(_as_expected(group, actual) if last and shrinker.differs else actual))
-        finally:
-            play.end()
-    finally:
-        files.close()
-    if tokens:
-        shutil.move(tokens_of(part), tokens_of(out))
-    shutil.move(part, out)
+    with rewriting(reader, out, backend, bytes_max) as (play, write):
+        for number, group in zip(count(1), groups, strict=False):
+            actual = play.make(group, reader)
+            last = number == len(groups)
+            write(_as_expected(group, actual) if last and shrinker.differs else actual)
 
 
 def _as_expected(group: Group, actual: list[bytes]) -> list[bytes]:
