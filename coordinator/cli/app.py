@@ -48,7 +48,17 @@ def _replay() -> click.Command:
     return replay_command
 
 
-_LATE: Final[dict[str, Callable[[], click.Command]]] = {"bench": _bench, "replay": _replay}
+def _coverage() -> click.Command:
+    from context_cache.coordinator.cli.covering import coverage_command
+
+    return coverage_command
+
+
+_LATE: Final[dict[str, Callable[[], click.Command]]] = {
+    "bench": _bench,
+    "coverage": _coverage,
+    "replay": _replay,
+}
 """Commands that are imported only when they are asked for."""
 
 

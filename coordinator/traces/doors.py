@@ -8,7 +8,8 @@ from time import perf_counter_ns
 from typing import Any
 from zlib import crc32
 
-from attrs import frozen
+import msgspec
+from attrs import define
 
 from context_cache.backends.base import (
     DeviceArray,
@@ -42,11 +43,11 @@ def error_name(error: BaseException) -> str:
     return name
 
 
-@frozen
+@define(eq=False)
 class NotedAct:
-    """An act between the steps of its call, with when it began and ended: ``perf_counter_ns``."""
+    """An act between the steps of its call: its line, and when it began and ended (``perf_counter_ns``)."""
 
-    act: Act
+    line: bytes
     begin: int
     end: int
 
@@ -82,7 +83,9 @@ class Acts:
             self._note(Act(verb=verb, digest=digest, failed=error_name(error), nth=nth), begin)
             raise
         if enqueued:
-            self._note(Act(verb=verb, digest=digest), begin)
+            self._note_act(
+                NotedAct(b'{"verb":"%b","digest":"%b"}' % (verb.encode(), digest.encode()), begin, perf_counter_ns())
+            )
         return enqueued
 
     def drain(self, run: Callable[[], DrainResult]) -> DrainResult:
@@ -116,7 +119,7 @@ class Acts:
         return self._uses[verb]
 
     def _note(self, act: Act, begin: int) -> None:
-        self._note_act(NotedAct(act, begin, perf_counter_ns()))
+        self._note_act(NotedAct(msgspec.json.encode(act), begin, perf_counter_ns()))
 
 
 def watched_publisher(publisher: Publisher, acts: Acts) -> Publisher:

@@ -83,7 +83,9 @@ class Encoder:
         raised = None if error is None else error_name(error)
         try:
             record = _ENCODERS[name](self, result, *arguments, **options)
-            line = msgspec.json.encode(replace(record, raised=raised, identity=identity))
+            if raised is not None or identity:
+                record = replace(record, raised=raised, identity=identity)
+            line = msgspec.json.encode(record)
             if error is not None:
                 # Arguments that were refused may be anything, also what no reader of the trace would take.
                 _DECODER.decode(line)

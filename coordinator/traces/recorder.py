@@ -200,7 +200,8 @@ class CallRecorder:
         finally:
             try:
                 if not self._off and self._encoder is not None:
-                    self._finish(self._encoder.close(request.id, raised) + self._lines.of(self._happened))
+                    lines, steps = self._lines.of(self._happened)
+                    self._finish(self._encoder.close(request.id, raised) + lines, steps)
             except Exception as failure:
                 self._switch_off(failure)
 
@@ -229,18 +230,17 @@ class CallRecorder:
         assert encoder is not None, "calls come to a coordinator that was attached"
         answers = self._book.take()
         head = encoder.call(name, arguments, options, result, error, answers)
-        lines = self._lines.of(happened)
+        lines, steps = self._lines.of(happened)
         if error is None and not answers:
             steady = steady_call(name, encoder, arguments, result, happened, head, lines)
             if steady is not None:
                 self._steady[name] = steady
-        self._finish(head + lines)
+        self._finish(head + lines, steps)
 
-    def _finish(self, lines: bytes) -> None:
+    def _finish(self, lines: bytes, steps: int) -> None:
         """Write a call and its steps in one piece, number the steps and keep their times."""
         happened = self._happened
         self._line(lines)
-        steps = sum(type(item) is tuple for item in happened)
         if self._timed and steps:
             ended = perf_counter_ns()
             if steps < len(happened):
