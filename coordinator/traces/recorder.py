@@ -118,6 +118,10 @@ class CallRecorder:
         self.began_at = 0
         self.steps = 0
 
+    def before_answers(self, ask: Callable[[int], None]) -> None:
+        """Let ``ask`` know the number of each identity before it is worked out; it may raise."""
+        self._book.before = ask
+
     # What the coordinator asks once ---------------------------------------------------------------------------------
 
     def hasher(self, hasher: BlockHasher) -> BlockHasher:
