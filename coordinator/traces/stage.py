@@ -178,6 +178,7 @@ class Stage:
         self._handles: dict[str, RequestHandle] = {}
         self._ended: RequestHandle | None = None
         self._tensors: dict[tuple[tuple[int, ...], str], Any] = {}
+        self._tensor_bytes = 0
 
     def synchronize(self) -> None:
         """What a runtime does before it reports a completion."""
@@ -205,10 +206,16 @@ class Stage:
         shape = tuple(record.shape)
         if not record.plain or record.dtype not in _DTYPES:
             return _Refusable(shape, record.dtype, plain=record.plain)
-        if math.prod(shape) * np.dtype(record.dtype).itemsize > _TENSOR_BYTES_MAX:
+        size = math.prod(shape) * np.dtype(record.dtype).itemsize
+        if size > _TENSOR_BYTES_MAX:
             raise TraceError(f"line {line}: a tensor of shape {list(shape)}, larger than any that a runtime gives")
         key = (shape, record.dtype)
         if key not in self._tensors:
+            # What they hold decides nothing, so a trace of many shapes costs no more than its largest.
+            self._tensor_bytes += size
+            if self._tensor_bytes > _TENSOR_BYTES_MAX:
+                self._tensors.clear()
+                self._tensor_bytes = size
             self._tensors[key] = self.backend.array(shape, record.dtype)
         return self._tensors[key]
 
