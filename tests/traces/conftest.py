@@ -14,11 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from context_cache.coordinator import ContextCacheCoordinator
+from context_cache.coordinator.manager import ResourceType
+from context_cache.coordinator.traces.reader import TraceReader
 from context_cache.coordinator.traces.recorder import TraceRecorder
-from context_cache.coordinator.traces.replay import replay
+from context_cache.coordinator.traces.replay import Replay, replay
+from context_cache.coordinator.traces.stage import open_backend
 
 TESTS = Path(__file__).parents[1]
 
@@ -101,6 +105,46 @@ def replay_equal() -> Callable[[Any], Any]:
         assert result.unrepeatable is None
         assert result.equal
         return result
+
+    return check
+
+
+def facts(coordinator: Any) -> dict[str, Any]:
+    """What of a coordinator must be as it was recorded: states, books, rows, counters; no digests and no clocks."""
+    core = coordinator._core
+    pools = core.manager.pools
+    counters = attrs.asdict(coordinator.metrics())
+    rows = [table for table in (core.rows.base, core.rows.draft) if table is not None]
+    return {
+        "state": coordinator.state,
+        "holder": coordinator.execution_holder,
+        "view": coordinator.length_view,
+        "requests": {name: (request.state, request.order.tolist()) for name, request in core.requests.items()},
+        "metrics": {name: value for name, value in counters.items() if "nanoseconds" not in name},
+        "free": [[int(index) for index in pools.free_list(kind)] for kind in ResourceType],
+        "records": [int(index) for index in core.manager.records.lru_to_mru()],
+        "rows": [[table.host_row(slot).tolist() for slot in range(table.max_batch)] for table in rows],
+        "dirty": [tuple(table.dirty_rows) for table in rows],
+    }
+
+
+@pytest.fixture(scope="session")
+def ends_alike() -> Callable[[Any, Any], list[str]]:
+    """Replay call by call and compare the end with the coordinator that was recorded; the failures on the way."""
+
+    def check(path: Any, coordinator: Any) -> list[str]:
+        failures = []
+        with TraceReader(path) as reader:
+            play = Replay(reader.header, open_backend("host"))
+            try:
+                for group in reader.groups():
+                    assert play.make(group, reader) == group.raw, group.record
+                    acts = [act for one in group.steps() for act in one.step.acts]
+                    failures += [f"{act.verb} {act.nth} {act.failed}" for act in acts if act.failed]
+                assert facts(play.stage.coordinator) == facts(coordinator)
+            finally:
+                play.end()
+        return failures
 
     return check
 
