@@ -145,8 +145,11 @@ class TraceReader:
             number, size = number + 1, 0
             group = Group(number, self._line, record, steps + 1, [line])
         if line:
-            # A call is written in one piece, so the piece that ends in the middle of a line is the call's before it.
+            # A call is written in one piece. A torn step is the call's before it; a torn call leaves that one whole. Of
+            # a few bytes nobody can say which it is, so they count as a step.
             self.torn = True
+            if group is not None and not line.startswith(_STEP) and not _STEP.startswith(line):
+                yield group
         elif group is not None:
             yield group
 

@@ -31,7 +31,7 @@ from context_cache.coordinator.traces.encode import Encoder
 from context_cache.coordinator.traces.format import Identity
 from context_cache.coordinator.traces.header import header_of
 from context_cache.coordinator.traces.identities import IdentityBook, ScriptedHasher, WatchedHasher
-from context_cache.coordinator.traces.journal import JournaledFile
+from context_cache.coordinator.traces.journal import JournaledFile, journal_of
 from context_cache.coordinator.traces.steady import SteadyCall, StepLines, steady_call
 from context_cache.coordinator.watching import Publisher
 from context_cache.machines import REQUEST, Step, StepParts
@@ -305,9 +305,11 @@ class _Files:
                 file.abandon()
             raise
         for unused, name in ((redact, tokens_of(path)), (not timings, timings_of(path))):
-            if unused and os.path.exists(name):
-                # What an earlier trace of this name left would be taken for this one's.
-                os.unlink(name)
+            if unused:
+                # What an earlier trace of this name left would be taken for this one's; it may have died, too.
+                for left in (name, journal_of(name)):
+                    if os.path.exists(left):
+                        os.unlink(left)
 
     def _make(self, path: str | os.PathLike[str]) -> JournaledFile:
         file = JournaledFile(path)
