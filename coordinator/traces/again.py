@@ -33,6 +33,8 @@ TokenSource = Callable[[int, int, int], Int32Array]
 """(offset, count, line) -> token ids; raises TraceError."""
 
 _E = TypeVar("_E", bound=enum.Enum)
+_TOKENS_OF_A_CALL_MAX: Final = 2**26
+_MEDIA_BEYOND_MAX: Final = 2**20
 
 
 def offsets_of(record: lines.CallRecord) -> list[int]:
@@ -65,6 +67,7 @@ def _prepared(record: lines.CallRecord, stage: Stage, tokens: TokenSource, line:
         case lines.Unusable():
             return _refused(record, coordinator, handle, line)
         case lines.AdmitSequence():
+            _check_positions([record.sequence], line)
             sequence = _sequence(record.sequence, tokens, line)
             headroom = DecodingKvHeadroom(*record.headroom)
             return lambda: coordinator.admit_sequence(handle, sequence, headroom)
@@ -107,7 +110,19 @@ def _prepared(record: lines.CallRecord, stage: Stage, tokens: TokenSource, line:
             return lambda: coordinator.finish(handle)
 
 
+def _check_positions(sequences: list[lines.Sequence], line: int) -> None:
+    """A call that would fill memory is no call of a runtime. Media that do not fit their tokens are: it is refused."""
+    tokens = sum(sequence.tokens[1] for sequence in sequences)
+    media = sum(times for sequence in sequences for _, times in sequence.media)
+    if tokens > _TOKENS_OF_A_CALL_MAX or media > tokens + _MEDIA_BEYOND_MAX:
+        raise TraceError(
+            f"line {line}: {tokens} tokens and media for {media} positions, more than any call of a runtime has; the "
+            "line was edited"
+        )
+
+
 def _begin(record: lines.BeginRequest, stage: Stage, tokens: TokenSource, line: int) -> Callable[[], None]:
+    _check_positions(record.sequences, line)
     try:
         admission = ContextCacheBatchAdmission(
             tuple(_sequence(sequence, tokens, line) for sequence in record.sequences),
@@ -178,8 +193,6 @@ def _sequence(record: lines.Sequence, tokens: TokenSource, line: int) -> Context
     at, count = record.tokens
     media: list[Digest | None] = []
     for digest, times in record.media:
-        if len(media) + times > max(count, 1):
-            raise TraceError(f"line {line}: media for more positions than the sequence has tokens")
         media += [None if digest is None else Digest(bytes.fromhex(digest))] * times
     try:
         return ContextCacheSequenceAdmission(

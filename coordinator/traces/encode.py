@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, Final, TypeAlias
 
@@ -181,6 +181,8 @@ class Encoder:
         self, advances: BatchAdvance | list[ContextCacheSequenceAdvance], count: int, common: object
     ) -> Fields:
         batch = as_batch_advance(advances, count)
+        if isinstance(common, Iterator):
+            raise TypeError("what can be read once has been read by the call")
         return {
             "tokens": (self.keep_tokens(batch.token_ids), int(batch.token_ids.size)),
             "counts": batch.counts.tolist(),
@@ -278,7 +280,7 @@ class Encoder:
             request=self.request_id(request),
             slot=as_index(slot, "slot"),
             length=as_index(resident_length, "resident_length"),
-            hidden=_tensor(base_hidden),
+            hidden=_tensor(base_hidden, written=False),
             row=as_index(boundary_row, "boundary_row"),
             status=_name(status),
         )
@@ -323,12 +325,13 @@ def _headroom(headroom: DecodingKvHeadroom) -> tuple[int, int]:
     return (headroom.base_extra_tokens, headroom.draft_extra_tokens)
 
 
-def _tensor(tensor: DeviceArray) -> lines.Tensor:
+def _tensor(tensor: DeviceArray, *, written: bool = True) -> lines.Tensor:
     flags = getattr(tensor, "flags", None)
+    writable = not written or bool(getattr(flags, "writeable", True))
     return lines.Tensor(
         shape=[int(size) for size in tensor.shape],
         dtype=str(tensor.dtype),
-        plain=bool(getattr(flags, "c_contiguous", True) and getattr(flags, "writeable", True)),
+        plain=bool(getattr(flags, "c_contiguous", True)) and writable,
     )
 
 

@@ -31,7 +31,7 @@ from context_cache.coordinator.traces.encode import Encoder
 from context_cache.coordinator.traces.format import Identity
 from context_cache.coordinator.traces.header import header_of
 from context_cache.coordinator.traces.identities import IdentityBook, ScriptedHasher, WatchedHasher
-from context_cache.coordinator.traces.journal import JournaledFile
+from context_cache.coordinator.traces.journal import JournaledFile, journal_of
 from context_cache.coordinator.traces.steady import SteadyCall, StepLines, steady_call
 from context_cache.coordinator.watching import Publisher
 from context_cache.machines import REQUEST, Step, StepParts
@@ -117,6 +117,10 @@ class CallRecorder:
         self._times: list[tuple[int, int, int, int]] = []
         self.began_at = 0
         self.steps = 0
+
+    def before_answers(self, ask: Callable[[int], None]) -> None:
+        """Let ``ask`` know the number of each identity before it is worked out; it may raise."""
+        self._book.before = ask
 
     # What the coordinator asks once ---------------------------------------------------------------------------------
 
@@ -301,9 +305,11 @@ class TraceFiles:
                 file.abandon()
             raise
         for unused, name in ((redact, tokens_of(path)), (not timings, timings_of(path))):
-            if unused and os.path.exists(name):
-                # What an earlier trace of this name left would be taken for this one's.
-                os.unlink(name)
+            if unused:
+                # What an earlier trace of this name left would be taken for this one's; it may have died, too.
+                for left in (name, journal_of(name)):
+                    if os.path.exists(left):
+                        os.unlink(left)
 
     def _make(self, path: str | os.PathLike[str]) -> JournaledFile:
         file = JournaledFile(path)
