@@ -18,14 +18,16 @@ from context_cache.coordinator.traces.reader import TraceReader
 def record(harness_class: Any, tmp_path: Path) -> Callable[..., Path]:
     """``record(script)`` runs ``script(h)`` on a recorded harness and returns the trace; options go to the recorder."""
 
-    def run(script: Callable[[Any], None], name: str = "trace.jsonl", **options: Any) -> Path:
+    def run(
+        script: Callable[[Any], None], name: str = "trace.jsonl", harness: dict[str, Any] | None = None, **options: Any
+    ) -> Path:
         path = tmp_path / name
         with TraceRecorder(path, **options) as recorder:
 
             class Traced(harness_class):
                 Recorder = staticmethod(lambda: recorder)
 
-            h = Traced()
+            h = Traced(**(harness or {}))
             try:
                 script(h)
             finally:

@@ -131,16 +131,11 @@ def test_the_arguments_of_a_call_are_summed_up(record, life):
     }  # fmt: skip
 
 
-def test_long_lists_are_counted_not_written(harness_class, tmp_path):
-    path = tmp_path / "wide.jsonl"
-    with TraceRecorder(path) as recorder:
-
-        class Traced(harness_class):
-            Recorder = staticmethod(lambda: recorder)
-
-        h = Traced(max_batch=9, pages=36)
+def test_long_lists_are_counted_not_written(record):
+    def script(h):
         h.run_prefill(h.begin_batch([h.T(5)] * 9))
-        h.abandon()
+
+    path = record(script, harness={"max_batch": 9, "pages": 36})
     finalized = next(event for event in draw(path) if event["name"] == "finalize_prefill_publication")
     assert finalized["args"]["committed"] == "9 values"
     assert finalized["args"]["tokens"] == 9
@@ -215,13 +210,16 @@ def test_what_was_refused_is_an_instant_and_changes_no_state(record, life):
     assert [span["name"] for span in tracks(events)["r1 state"]] == before
 
 
-def test_a_call_that_changed_nothing_is_an_instant(record):
+def test_a_call_that_changed_nothing_is_an_instant_beside_the_live_requests(record):
     def script(h):
         handle = h.begin(h.T(6), 0)
         h.coordinator.finish(handle)
         h.coordinator.finish(handle)
 
-    (again,) = [event for event in draw(record(script)) if event["ph"] == "i" and event["name"] == "finish"]
+    events = draw(record(script))
+    (again,) = [event for event in events if event["ph"] == "i" and event["name"] == "finish"]
+    (track,) = [event for event in events if event["name"] == "thread_name" and event["tid"] == again["tid"]]
+    assert track["args"]["name"] == "calls of no live request"
     assert again["args"]["request"] == "r1"
     assert again["args"]["when"] == "after the call before; not noted"
 

@@ -185,7 +185,7 @@ def _negative(rows):
 
 
 def _overlapping(rows):
-    rows[:-1, 3] += 10**12
+    rows[-1, 2] = rows[0, 2]
 
 
 def _act_outside_its_call(rows):
@@ -198,13 +198,24 @@ def _another_act(rows):
     rows[place, 1] = 7
 
 
+ROW_DAMAGES = (_decreasing, _step_zero, _strange_act, _ends_before_it_begins, _negative)
+
+
+@pytest.mark.parametrize("damage", ROW_DAMAGES)
+def test_a_row_that_no_recorder_writes_is_refused_by_its_number(record, life, damage):
+    path = record(life)
+    rows = rows_of(path)
+    damage(rows)
+    write_rows(path, rows)
+    with Timings(path) as timings, pytest.raises(TraceError, match=r"row \d+ is \[.*no recorder writes that") as error:
+        list(timings)
+    one_sentence(error)
+
+
 @pytest.mark.parametrize(
     "damage",
-    [
-        _later_step, _decreasing, _step_zero, _strange_act, _ends_before_it_begins, _negative, _overlapping,
-        _act_outside_its_call, _another_act,
-    ],
-)  # fmt: skip
+    [*ROW_DAMAGES, _later_step, _overlapping, _act_outside_its_call, _another_act],
+)
 def test_times_that_do_not_fit_the_trace_are_refused_by_row_or_call(record, life, damage):
     path = record(life)
     rows = rows_of(path)
