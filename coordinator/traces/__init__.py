@@ -3,6 +3,7 @@
 ``format``     what a line is. ``recorder``, ``steady``, ``encode``, ``doors``, ``identities``, ``journal``: writing.
 ``reader``     reading, with care. ``replay``, ``again``, ``stage``: making the calls again and comparing.
 ``shrink``     making a failing trace small. ``describe``: records in words.
+``timings``    the times beside a trace. ``perfetto``: a picture of them. ``spans``: OpenTelemetry, also live.
 
 Reading and writing lines needs msgspec, which the extra ``cli`` brings.
 """
