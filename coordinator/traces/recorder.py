@@ -174,6 +174,8 @@ class CallRecorder:
                     self.steps += steady.count
                     if self._timed:
                         self._times.append((self.steps, -1, self.began_at, perf_counter_ns()))
+                        if len(self._times) >= _TIMES_MAX:
+                            self._give_times()
                     happened.clear()
                     return
             self._write(name, arguments, options, result, None)
