@@ -26,7 +26,7 @@ def outputs(folder):
     scripts = sysconfig.get_path("scripts")
     printed = {}
     for kind, text in BLOCKS:
-        if kind == "sql":
+        if kind not in ("sh", "python"):  # sql, and sketches of what a reader adds to a program of theirs
             continue
         command = ["sh", "-ec", f'PATH="{scripts}:$PATH"\n{text}'] if kind == "sh" else [sys.executable, "-c", text]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
