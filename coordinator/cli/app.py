@@ -35,16 +35,20 @@ class DoesNotHold(Unusable):
 
 
 class _Commands(click.Group):
-    """Knows ``bench`` by name and imports it only when it is asked for."""
+    """Knows the commands that have modules of their own by name and imports one only when it is asked for."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*super().list_commands(context), "bench"])
+        return sorted([*super().list_commands(context), "bench", "draw"])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name == "bench":
             from context_cache.coordinator.cli.bench import bench_command
 
             return bench_command()
+        if name == "draw":
+            from context_cache.coordinator.cli.drawing import draw_command
+
+            return draw_command()
         return super().get_command(context, name)
 
 

@@ -7,21 +7,32 @@ import sys
 
 import pytest
 
-from context_cache.diagrams.pages import lifecycles_page, request_picture
+from context_cache.diagrams.pages import lifecycles_page
+from context_cache.diagrams.pictures import MACHINES, stale_files
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_readme_shows_the_request_lifecycle_of_the_table():
-    assert request_picture() in README, "the table changed: put diagrams.pages.request_picture() into README.md"
+def test_the_readme_shows_the_request_lifecycle():
+    for name in ("request", "request-phases"):
+        assert re.search(rf"!\[[^\]]+\]\(diagrams/rendered/{name}\.svg\)", README), name
+
+
+def test_the_committed_pictures_are_what_the_tables_say():
+    stale = stale_files(ROOT / "diagrams" / "rendered")
+    assert stale == [], "the tables changed: run `./dev draw` and commit the result"
 
 
 def test_the_lifecycles_page_is_up_to_date():
     committed = (ROOT / "docs" / "lifecycles.md").read_text(encoding="utf-8")
-    assert committed == lifecycles_page(), (
-        "the tables changed: run `./dev python -m context_cache.diagrams.pages > docs/lifecycles.md`"
-    )
+    assert committed == lifecycles_page(), "the tables changed: run `./dev draw` and commit the result"
+
+
+def test_the_lifecycles_page_shows_every_machine():
+    page = lifecycles_page()
+    for name in (*MACHINES, "overview", "request-phases"):
+        assert f"(../diagrams/rendered/{name}.svg)" in page
 
 
 def test_the_readme_example_runs_and_prints_what_it_says(tmp_path):
