@@ -77,8 +77,12 @@ class _Writer:
         lines += [self._shared_arrow(shared) for shared in drawing.shared]
         for edge in drawing.edges:
             lines += self._edge(edge)
-        for arc in drawing.arcs:
-            lines += self._arc(arc)
+        for machine in dict.fromkeys(arc.machine for arc in drawing.arcs):
+            lines.append(
+                f'{self._machine(machine)} [shape=component, style=filled, fillcolor="#f5edff", color="{COUPLE}", '
+                f"fontsize=11, tooltip={tooltip(f'the machine {machine}')}, label={quoted(machine)}];"
+            )
+        lines += [self._arc(arc) for arc in drawing.arcs]
         return lines
 
     def _state(self, name: str) -> str:
@@ -96,10 +100,11 @@ class _Writer:
 
     def _node(self, node: Node) -> list[str]:
         mark = self.overlay.states.get(node.name)
-        fill = BUSY if node.outstanding else QUIET
+        pale = self.overlay.fade and mark is None
+        fill = BUSY if node.outstanding and not pale else QUIET
         attributes = [
             f'fillcolor="{mark.colour if mark and mark.colour else fill}"',
-            f'color="{PALE if self.overlay.fade and mark is None else MUTED}"',
+            f'color="{PALE if pale else MUTED}"',
             f"tooltip={tooltip(node.meaning or node.name)}",
             *(["peripheries=2"] if node.final else []),
             *(["penwidth=3"] if mark and mark.last else []),
@@ -107,14 +112,17 @@ class _Writer:
         return table_label(f"{self._state(node.name)} [{', '.join(attributes)}, label=", self.labels.state(node), "];")
 
     def _shared_box(self, shared: Shared) -> list[str]:
-        head = f'{self.prefix}f_{shared.id} [color="{STROKE[FAILURE]}", style="rounded,dashed", tooltip={_tip(shared)}'
+        colour = self._stroke_colour(FAILURE, self._marked(shared))
+        head = f'{self.prefix}f_{shared.id} [color="{colour}", style="rounded,dashed", tooltip={_tip(shared)}'
         return table_label(f"{head}, label=", self.labels.shared(shared), "];")
 
     def _shared_arrow(self, shared: Shared) -> str:
         # Not inside the phase: an arrow written there would draw its target into the box.
-        marked = bool(self.overlay.of_rows(shared.rows, shared.cause))
         ends = f"{self.prefix}f_{shared.id} -> {self._state(shared.target)}"
-        return f"{ends} [{self._stroke(FAILURE, marked)}, tooltip={_tip(shared)}];"
+        return f"{ends} [{self._stroke(FAILURE, self._marked(shared))}, tooltip={_tip(shared)}];"
+
+    def _marked(self, shared: Shared) -> bool:
+        return bool(self.overlay.of_rows(shared.rows, shared.cause))
 
     def _edge(self, edge: Edge) -> list[str]:
         source, target, cut = edge.source, edge.target, ""
@@ -131,25 +139,25 @@ class _Writer:
         tip = tooltip(f"{edge.source} to {edge.target}: rows {numbers}")
         ends = f"{self._state(source)} -> {self._state(target)}"
         head = f"{ends} [{stroke}{cut}, tooltip={tip}, labeltooltip={tip}, label="
-        return table_label(head, [self.labels.line(line) for line in edge.lines], "];")
+        return table_label(head, [row for line in edge.lines for row in self.labels.line(line)], "];")
 
     def _middle(self, phase: str) -> str:
         inside = [node.name for node in self.drawing.nodes if node.phase == phase]
         return inside[len(inside) // 2]
 
-    def _stroke(self, kind: str, marked: bool) -> str:
-        colour = PALE if self.overlay.fade and not marked else STROKE[kind]
-        return f'color="{colour}"' + (", style=dashed" if kind == FAILURE else "")
+    def _stroke_colour(self, kind: str, marked: bool) -> str:
+        return PALE if self.overlay.fade and not marked else STROKE[kind]
 
-    def _arc(self, arc: Arc) -> list[str]:
-        name = f"{self.prefix}m_{identifier(arc.machine)}"
+    def _stroke(self, kind: str, marked: bool) -> str:
+        return f'color="{self._stroke_colour(kind, marked)}"' + (", style=dashed" if kind == FAILURE else "")
+
+    def _machine(self, name: str) -> str:
+        return f"{self.prefix}m_{identifier(name)}"
+
+    def _arc(self, arc: Arc) -> str:
         tip = tooltip(f"entering {arc.source} offers {arc.event} to the machine {arc.machine}")
-        box = f'shape=component, style=filled, fillcolor="#f5edff", color="{COUPLE}", fontsize=11, tooltip={tip}'
         line = f'style=dotted, color="{COUPLE}", fontcolor="{COUPLE}", fontsize=9, tooltip={tip}, labeltooltip={tip}'
-        return [
-            f"{name} [{box}, label={quoted(arc.machine)}];",
-            f"{self._state(arc.source)} -> {name} [{line}, label={quoted(arc.event)}];",
-        ]
+        return f"{self._state(arc.source)} -> {self._machine(arc.machine)} [{line}, label={quoted(arc.event)}];"
 
 
 def _tip(shared: Shared) -> str:

@@ -14,7 +14,7 @@ of ninety rows would be unreadable with an arrow each, so rows are folded:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final, TypeAlias
 
 from attrs import field, frozen
@@ -145,9 +145,12 @@ def kind_of(steps: Iterable[Step]) -> str:
     return "enqueue" if kinds & {"enqueue", "clear"} else "host"
 
 
-def draw(source: MachineSpec | Table, *, around: str | None = None) -> Drawing:
-    """The drawing of a machine; with ``around``, of the rows that lead to or from that state, and nothing folded."""
-    return _Folding(as_table(source), around).drawing()
+def draw(source: MachineSpec | Table, *, around: str | None = None, apart: Collection[int] = ()) -> Drawing:
+    """The drawing of a machine; with ``around``, of the rows that lead to or from that state, and nothing folded.
+
+    Rows that are named in ``apart`` keep a line of their own instead of sharing that of the opposite guard.
+    """
+    return _Folding(as_table(source), around, frozenset(apart)).drawing()
 
 
 _Groups: TypeAlias = dict[tuple[str, str, str, tuple[str, ...]], list[TableRow]]
@@ -159,6 +162,7 @@ class _Folding:
 
     table: Table
     around: str | None
+    apart: frozenset[int]
     phase_of: dict[str, str] = field(init=False)
     members: dict[str, list[str]] = field(init=False)
 
@@ -313,7 +317,7 @@ class _Folding:
         while keyed and at < len(lines):
             for other in range(at + 1, len(lines)):
                 guards = _without_opposite(lines[at], lines[other])
-                if guards is not None:
+                if guards is not None and self.apart.isdisjoint((*lines[at].rows, *lines[other].rows)):
                     groups[at] += groups.pop(other)
                     lines[at] = _line(groups[at], guards)
                     del lines[other]

@@ -18,7 +18,7 @@ from context_cache.diagrams.table import Step
 __all__ = ["BUSY", "COUPLE", "MUTED", "PALE", "QUIET", "STROKE", "Labels"]
 
 MUTED: Final = "#57606a"
-PALE: Final = "#c8ccd1"
+PALE: Final = "#afb8c1"
 BUSY: Final = "#fff8dc"
 """A state with device work outstanding."""
 QUIET: Final = "#ffffff"
@@ -53,16 +53,21 @@ class Labels:
     def state(self, node: Node) -> list[str]:
         """Name, what is held, what entering does, and the rows that stay."""
         mark = self.overlay.states.get(node.name)
+        pale = self.overlay.fade and mark is None
+        muted = _ink(MUTED, pale)
         said = f" {mark}" if mark and str(mark) else ""
         name = font(f"<B>{escaped(node.name)}</B>{escaped(said)}", size=11)
         if node.region not in ("", node.name):
-            name += font(f" {escaped(node.region)}", colour=MUTED)
+            name += font(f" {escaped(node.region)}", colour=muted)
         rows = [cell(name, span=2)]
         held = " · ".join(part for part in (node.holds, "work outstanding" if node.outstanding else "") if part)
         if held:
-            rows.append(cell(font(escaped(held), size=9, colour=MUTED), span=2))
-        inside = [cell(f"{font('entry / ', colour=MUTED)}{_steps(node.entry)}", span=2)] if node.entry else []
-        inside += [self.line(line, state=node.name) for line in node.lines]
+            rows.append(cell(font(escaped(held), size=9, colour=muted), span=2))
+        inside = []
+        if node.entry:
+            entry = font("entry / ", colour=muted) + _steps(node.entry, pale=pale)
+            inside.append(cell(font(entry, colour=_ink(None, pale)), span=2))
+        inside += [row for line in node.lines for row in self.line(line, state=node.name)]
         return [*rows, "<HR/>", *inside] if inside else rows
 
     def shared(self, shared: Shared) -> list[str]:
@@ -70,29 +75,45 @@ class Labels:
         text = [escaped(shared.cause), shared.share]
         marks = self.overlay.of_rows(shared.rows, shared.cause)
         if marks:
-            text.append(escaped(", ".join(f"{row} {mark}".rstrip() for row, mark in marks)))
-        return [cell(font("<BR/>".join(text), size=9, colour=STROKE[FAILURE]))]
+            text.append(escaped(", ".join(mark.beside(row) for row, mark in marks)))
+        colour = _ink(STROKE[FAILURE], self.overlay.fade and not marks)
+        return [cell(font("<BR/>".join(text), size=9, colour=colour))]
 
-    def line(self, line: Line, *, state: str = "") -> str:
-        """Row numbers, event, guards and steps; ``state`` is the one whose box the line stands in."""
+    def line(self, line: Line, *, state: str = "") -> list[str]:
+        """Row numbers, event, guards and steps; ``state`` is the one whose box the line stands in.
+
+        One table row, or several where the overlay has different colours for the rows of the line, or none for some.
+        """
         marks = dict(self.marks(line))
-        red = STROKE[FAILURE] if line.kind == FAILURE else None
-        words = font(escaped(line.text), colour=red) if red else f"<B>{escaped(line.text)}</B>"
+        groups: dict[tuple[str, bool], list[int]] = {}
+        for row in line.rows:
+            pale = self.overlay.fade and row not in marks
+            groups.setdefault((marks[row].colour if row in marks else "", pale), []).append(row)
+        table_rows = []
+        for (colour, pale), rows in groups.items():
+            badge = ranges(rows)
+            if any(row in marks for row in rows):
+                badge = ", ".join(marks[row].beside(row) if row in marks else str(row) for row in rows)
+            background = colour or (QUIET if pale else _BADGE[line.kind])
+            number = font(escaped(badge), colour=_ink(None, pale))
+            words = self._words(line, state, pale)
+            table_rows.append(f'<TR><TD BGCOLOR="{background}">{number}</TD><TD ALIGN="LEFT">{words}</TD></TR>')
+        return table_rows
+
+    def _words(self, line: Line, state: str, pale: bool) -> str:
+        red = _ink(STROKE[FAILURE], pale)
+        if line.kind == FAILURE:
+            words = font(escaped(line.text), colour=red)
+        else:
+            words = font(f"<B>{escaped(line.text)}</B>", colour=_ink(None, pale))
         if line.guards:
-            words += font(f" [{escaped(', '.join(line.guards))}]", colour=MUTED)
+            words += font(f" [{escaped(', '.join(line.guards))}]", colour=_ink(MUTED, pale))
         if line.to:
-            words += font(": stays" if line.to == state else f" → {escaped(line.to)}", colour=red)
+            where = ": stays" if line.to == state else f" → {escaped(line.to)}"
+            words += font(where, colour=red if line.kind == FAILURE else _ink(None, pale))
         if line.also:
-            words += font(f" (also if {escaped(', '.join(line.also))})", colour=STROKE[FAILURE])
-        if line.runs:
-            words += self._runs(line.runs)
-        badge, colour = ranges(line.rows), _BADGE[line.kind]
-        if marks:
-            badge = ", ".join(f"{row} {marks[row]}".rstrip() if row in marks else str(row) for row in line.rows)
-            colour = next((mark.colour for mark in marks.values() if mark.colour), colour)
-        elif self.overlay.fade:
-            words, colour = font(words, colour=PALE), QUIET
-        return f'<TR><TD BGCOLOR="{colour}">{escaped(badge)}</TD><TD ALIGN="LEFT">{words}</TD></TR>'
+            words += font(f" (also if {escaped(', '.join(line.also))})", colour=red)
+        return words + (self._runs(line.runs, pale) if line.runs else "")
 
     def marks(self, line: Line) -> tuple[tuple[int, Mark], ...]:
         """The overlay's marks for the rows of a line."""
@@ -131,15 +152,20 @@ class Labels:
         pairs = zip_longest(cells[:half], cells[half:], fillvalue="<TD></TD><TD></TD>")
         return [f"<TR>{left}{right}</TR>" for left, right in pairs]
 
-    def _runs(self, runs: tuple[tuple[Step, ...], ...]) -> str:
+    def _runs(self, runs: tuple[tuple[Step, ...], ...], pale: bool) -> str:
         keys = self.drawing.keys
         if any(run in keys or len(run) <= _SHORT for run in runs):
-            return f" / {', '.join(f'<B>{keys[run]}</B>' if run in keys else _steps(run) for run in runs)}"
-        lines = "".join(f'<BR ALIGN="LEFT"/>/ {_steps(run, width=_WIDTH)}' for run in runs)
-        return f'{lines}<BR ALIGN="LEFT"/>'
+            named = (f"<B>{keys[run]}</B>" if run in keys else _steps(run, pale=pale) for run in runs)
+            return font(f" / {', '.join(named)}", colour=_ink(None, pale))
+        lines = "".join(f'<BR ALIGN="LEFT"/>/ {_steps(run, pale=pale, width=_WIDTH)}' for run in runs)
+        return font(f'{lines}<BR ALIGN="LEFT"/>', colour=_ink(None, pale))
 
 
-def _steps(steps: Iterable[Step], width: int | None = None) -> str:
+def _ink(colour: str | None, pale: bool) -> str | None:
+    return PALE if pale else colour
+
+
+def _steps(steps: Iterable[Step], *, pale: bool = False, width: int | None = None) -> str:
     """The names in order; after ``width`` characters a new line begins: wide labels make wide pictures."""
     text, used = "", 0
     for step in steps:
@@ -147,12 +173,10 @@ def _steps(steps: Iterable[Step], width: int | None = None) -> str:
             text += " / "
         if width is not None and used > width:
             text, used = f'{text}<BR ALIGN="LEFT"/>', 0
-        text += font(escaped(step.name), colour=_STEP[step.kind])
+        text += font(escaped(step.name), colour=_ink(_STEP[step.kind], pale))
         used += len(step.name) + 3
     return text
 
 
 def _nested(rows: str, *, spacing: int = 1, padding: int = 1) -> str:
-    return cell(
-        f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="{spacing}" CELLPADDING="{padding}">{rows}</TABLE>'
-    )
+    return cell(f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="{spacing}" CELLPADDING="{padding}">{rows}</TABLE>')

@@ -83,6 +83,6 @@ def _code(name: str) -> str:
 
 def _text(text: str) -> str:
     """Text of a cell: whatever Markdown would read as markup, a column's end or a line's end is an entity."""
-    coded = "".join(f"&#{ord(c)};" if c in "\\`*[]<>&|#~!\"$\n\t" else c for c in printable(text))
+    coded = "".join(f"&#{ord(c)};" if c in '\\`*[]<>&|#~!"$\n\t' else c for c in printable(text))
     # An underscore inside a word is no markup, and every name here has some.
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", "&#95;", coded)

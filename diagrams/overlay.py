@@ -21,15 +21,21 @@ class Mark:
     text:   a word or two beside the number or name.
     colour: ``#rrggbb`` for the number's or state's background; empty leaves it as it is.
     last:   this is where things stand: drawn bold.
+    number: stands in the place of the row's number, for a row that the table does not have (any more).
     """
 
     count: int | None = None
     text: str = ""
     colour: str = ""
     last: bool = False
+    number: str = ""
 
     def __str__(self) -> str:
         return " ".join(part for part in ("" if self.count is None else f"x{self.count}", self.text) if part)
+
+    def beside(self, row: int) -> str:
+        """The row's number with what is said of it."""
+        return f"{self.number or row} {self}".rstrip()
 
 
 @frozen

@@ -38,13 +38,17 @@ class _Commands(click.Group):
     """Knows the commands that have modules of their own by name and imports one only when it is asked for."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*super().list_commands(context), "bench", "draw"])
+        return sorted([*super().list_commands(context), "bench", "diff", "draw"])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name == "bench":
             from context_cache.coordinator.cli.bench import bench_command
 
             return bench_command()
+        if name == "diff":
+            from context_cache.coordinator.cli.diffing import diff_command
+
+            return diff_command()
         if name == "draw":
             from context_cache.coordinator.cli.drawing import draw_command
 

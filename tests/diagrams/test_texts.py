@@ -151,9 +151,23 @@ def test_an_overlay_marks_rows_failures_and_states(copier):
 
 def test_an_overlay_that_fades_leaves_what_it_marks(copier):
     text = to_dot(copier, Overlay(rows={3: Mark(count=2)}, fade=True))
-    pale = {line.partition(" [")[0] for line in text.splitlines() if " -> " in line and 'color="#c8ccd1"' in line}
+    pale = {line.partition(" [")[0] for line in text.splitlines() if " -> " in line and 'color="#afb8c1"' in line}
     assert "s_copying -> s_waiting" not in pale
     assert {"s_idle -> s_copying", "s_idle -> s_gone", "s_stuck -> s_gone"} <= pale
+
+
+def test_marks_of_different_colours_are_lines_of_their_own():
+    """How it could go wrong: one colour for a line of several rows says something of a row that has no mark."""
+    rows = {17: Mark(text="new", colour="#00ff00")}
+    failures = {(17, "device error"): Mark(colour="#0000ff")}
+    text = to_dot(draw(REQUEST, apart={17}), Overlay(rows=rows, failures=failures))
+    assert '<TD BGCOLOR="#00ff00">17 new</TD><TD ALIGN="LEFT"><B>prepare_decode_step</B>' in text
+    assert '<TD BGCOLOR="#0000ff">17</TD>' in text
+    assert '<TD BGCOLOR="#ffdcd9">18</TD>' in text
+
+
+def test_a_mark_can_stand_in_the_place_of_the_number(copier):
+    assert ">old 9 gone<" in to_dot(copier, Overlay(rows={3: Mark(text="gone", number="old 9")}))
 
 
 def test_a_last_row_is_drawn_bold(copier):
@@ -191,7 +205,7 @@ def test_the_overview_has_every_machine_and_every_coupling():
     for event in "drain_failed take give_back undo_take start_lengths claim entry_finalized forget".split():
         assert text.count(f"<B>{event}</B>") == 1
     assert "serving → poisoned" in text
-    assert 'm_request -> m_sequence [style=dotted, dir=back' in text
+    assert "m_request -> m_sequence [style=dotted, dir=back" in text
     assert "m_view -> " not in text
 
 

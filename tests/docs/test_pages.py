@@ -53,6 +53,13 @@ def test_the_readme_example_is_short():
     assert len(lines) <= 20
 
 
+def test_the_example_of_marks_runs():
+    page = (ROOT / "docs" / "drawing.md").read_text(encoding="utf-8")
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1), names)
+    assert "17 x412" in names["text"]
+
+
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_every_example_runs(script):
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
