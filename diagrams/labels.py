@@ -132,7 +132,9 @@ class Labels:
         rows = [cell(title)]
         if self.overlay.title:
             rows.append(cell(font(escaped(self.overlay.title), size=11)))
-        used = {line.kind for line in drawing.lines} | {FAILURE for _ in drawing.shared}
+        # Where no row has steps, there is nothing to say about what they ask of the device.
+        used = {line.kind for line in drawing.lines if line.runs or line.kind == FAILURE}
+        used |= {FAILURE for _ in drawing.shared}
         samples = [(_BADGE[kind], text) for kind, text in _KINDS if kind in used]
         if any(node.outstanding for node in drawing.nodes):
             samples.append((BUSY, "state with device work outstanding"))
