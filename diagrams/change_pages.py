@@ -9,9 +9,9 @@ from attrs import evolve
 
 from context_cache.diagrams.changes import MachineChange, row_text
 from context_cache.diagrams.dot import to_dot, together
-from context_cache.diagrams.drawing import Drawing, draw
+from context_cache.diagrams.drawing import FAILURE, Drawing, Edge, Line, draw
 from context_cache.diagrams.overlay import Mark, Overlay
-from context_cache.diagrams.table import Step, Table
+from context_cache.diagrams.table import Step, Table, TableRow
 
 __all__ = ["changes_dot", "changes_text"]
 
@@ -77,27 +77,35 @@ def _picture(change: MachineChange) -> tuple[Drawing, Overlay]:
         (row.row, cause): Mark(text="added", colour=_ADDED) for row in change.rows_added for cause, _ in row.failures
     }
     gone = [(row, "removed") for row in change.rows_removed]
+    lost: list[tuple[TableRow, str, str]] = []
     for pair in change.rows_changed:
         old, new = pair.old, pair.new
         rows[new.row] = Mark(text="changed", colour=_CHANGED)
-        before = dict(old.failures)
         for cause, end in new.failures:
-            if before.get(cause) != end:
+            if (cause, end) not in old.failures:
                 failures[new.row, cause] = Mark(text="changed", colour=_CHANGED)
-        if old.target != new.target or {*old.failures} - {*new.failures}:
+        if old.target != new.target:
             gone.append((old, "until now"))
+        else:
+            lost += [(old, cause, end) for cause, end in old.failures if (cause, end) not in new.failures]
     merged = list(change.new.rows)
     for row, text in gone:
-        number = len(merged)
         mark = Mark(text=text, colour=_REMOVED, number=f"old {row.row}")
-        merged.append(evolve(row, row=number))
-        rows[number] = mark
-        failures.update({(number, cause): mark for cause, _ in row.failures})
+        rows[len(merged)] = mark
+        failures.update({(len(merged), cause): mark for cause, _ in row.failures})
+        merged.append(evolve(row, row=len(merged)))
     states = {state.name: Mark(text="added", colour=_ADDED) for state in change.states_added}
     states |= {state.name: Mark(text="removed", colour=_REMOVED) for state in change.states_removed}
     states |= {state.new.name: Mark(text="changed", colour=_CHANGED) for state in change.states_changed if state.said}
     table = evolve(change.new, rows=tuple(merged), states=(*change.new.states, *change.states_removed))
-    return draw(table, apart=rows), Overlay(rows, states, failures, title=_summary(change), fade=True)
+    drawing = draw(table, apart=rows)
+    # A row that still leads to the same state, but one of its failures no longer does: that arrow alone is an old one.
+    arrows = []
+    for number, (row, cause, end) in enumerate(lost, start=len(merged)):
+        failures[number, cause] = Mark(text="until now", colour=_REMOVED, number=f"old {row.row}")
+        arrows.append(Edge(row.source, end, (Line((number,), cause, FAILURE),), failure=True))
+    overlay = Overlay(rows, states, failures, title=_summary(change), fade=True)
+    return evolve(drawing, edges=(*drawing.edges, *arrows)), overlay
 
 
 def _everywhere(table: Table, mark: Mark) -> Overlay:

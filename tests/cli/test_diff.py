@@ -220,8 +220,8 @@ def test_a_bad_revision_is_one_sentence(cli, repository, revision):
 @pytest.mark.parametrize("option", ["--output=stolen", "--upload-pack=touch stolen", "-O", "--help"])
 def test_an_option_in_the_place_of_a_revision_is_refused(cli, repository, option):
     """It must not reach git, which would take it for an option of its own."""
-    assert f"{option!r} is no revision" in refused(cli("diff", "--", option))
-    assert f"{option!r} is no revision" in refused(cli("diff", "--", "main", option))
+    for arguments in ((option,), ("main", option)):
+        assert f"{option!r} is no revision; name a commit" in refused(cli("diff", "--", *arguments))
     assert not Path("stolen").exists()
 
 

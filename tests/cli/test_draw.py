@@ -93,6 +93,8 @@ def test_a_written_file_is_whole_or_the_old_one(cli, tmp_path, monkeypatch):
     (tmp_path / "view.dot").write_text("old")
 
     def torn(self, content):
+        with self.open("wb") as file:
+            file.write(content[:10])
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", torn)

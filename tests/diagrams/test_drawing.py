@@ -106,8 +106,16 @@ def test_the_kind_of_a_line_is_the_most_that_its_rows_ask_of_the_device(copier):
 
 def test_entering_a_state_that_offers_an_event_is_an_arc_to_the_other_machine(copier):
     assert [(arc.source, arc.machine, arc.event) for arc in draw(copier).arcs] == [("stuck", "alarm", "ring")]
-    drained = {(arc.source, arc.machine) for arc in draw(REQUEST).arcs if arc.event == "drain_failed"}
-    assert drained == {("quarantined", "coordinator"), ("poisoned", "coordinator")}
+
+
+def test_what_most_states_offer_on_entry_is_said_in_their_boxes_and_not_an_arc_each():
+    drawing = draw(REQUEST)
+    assert {(arc.source, arc.machine, arc.event) for arc in drawing.arcs} == {
+        ("quarantined", "coordinator", "drain_failed"),
+        ("poisoned", "coordinator", "drain_failed"),
+    }
+    (broken,) = [node for node in drawing.nodes if node.name == "broken"]
+    assert [step.name for step in broken.entry] == ["execution.give_back", "view.forget"]
 
 
 def test_a_small_machine_has_its_steps_in_full_and_a_large_one_a_key(copier):
