@@ -28,6 +28,10 @@ How to read a picture:
 
 ![The machines and their couplings](../diagrams/rendered/overview.svg)
 
+Three events of `coordinator` are offered by calls and not by rows, so no arrow has them: `clearing_failed` when the
+upload of cleared rows raises at an end of life, `invariant_broken` when a call finds the bookkeeping contradicting
+itself, and `shutdown`.
+
 ## The phases of a request
 
 ![The phases of a request](../diagrams/rendered/request-phases.svg)

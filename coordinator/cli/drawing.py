@@ -79,10 +79,8 @@ def _draw(
             click.echo(f"{folder}: every picture is what its table says")
         if stale:
             names = ", ".join(f"{file} ({what})" for file, what in stale)
-            raise DoesNotHold(
-                f"{folder} differs from the tables: {names}; delete what is left over and run: context-cache draw -o "
-                f"{folder}"
-            )
+            delete = "delete what is left over and " if any(what == "left over" for _, what in stale) else ""
+            raise DoesNotHold(f"{folder} differs from the tables: {names}; {delete}run: context-cache draw -o {folder}")
         return
 
     try:

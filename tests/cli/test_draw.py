@@ -154,7 +154,7 @@ def test_a_changed_file_fails_the_check_and_the_command_that_fixes_it_is_named(c
     assert done.status == 1
     assert done.out == ""
     assert f"{name} (changed)" in done.err
-    assert f"context-cache draw -o {copied}" in done.err
+    assert f"; run: context-cache draw -o {copied}" in done.err
     assert cli("draw", "-o", copied).status == 0
     assert cli("draw", "--check", "-o", copied).status == 0
 
@@ -164,6 +164,7 @@ def test_missing_and_left_over_files_fail_the_check(cli, copied):
     (copied / "gone.dot").write_text("digraph {}")
     done = cli("draw", "--check", "-o", copied, "--json")
     assert done.status == 1
+    assert "; delete what is left over and run: context-cache draw -o" in done.err
     assert json.loads(done.out)["stale"] == [
         {"file": "view.svg", "is": "missing"}, {"file": "gone.dot", "is": "left over"},
     ]  # fmt: skip

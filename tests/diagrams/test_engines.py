@@ -15,6 +15,7 @@ from context_cache.diagrams import draw, engines, to_dot, to_markdown, to_mermai
 from context_cache.diagrams.engines import DrawingFailed, EngineMissing, render
 from context_cache.diagrams.overview import overview_dot
 from context_cache.diagrams.phases import draw_phases
+from context_cache.diagrams.pictures import NAMES, picture
 from context_cache.machines import ALL_MACHINES, REQUEST, State, Transition
 from context_cache.machines import MachineSpec as Spec
 
@@ -107,6 +108,17 @@ def test_text_fits_the_boxes_that_were_measured_for_it(no_path):
     """The engine measures only fonts it knows; with another one every box would be cut for Times."""
     done = subprocess.run([PURE, "-Tsvg"], input=to_dot(REQUEST).encode(), capture_output=True, check=True)
     assert b"metrics" not in done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_stays_readable_on_a_page(name, no_path):
+    """Wider than this its smallest text, 8 points, is not legible on a screen; the request has 1550 by 2045 points."""
+    svg = picture(name, "svg")
+    width, height = (float(number) for number in re.search(rb'viewBox="0.00 0.00 (\S+) (\S+)"', svg).groups())
+    assert width <= 1800
+    assert height <= 2400
+    sizes = {float(size) for size in re.findall(rb'font-size="([\d.]+)"', svg)}
+    assert min(sizes) >= 8
 
 
 def test_the_system_dot_is_used_when_asked_for(dot_on_path):

@@ -9,6 +9,8 @@ import pytest
 
 from context_cache.diagrams.pages import lifecycles_page
 from context_cache.diagrams.pictures import MACHINES, stale_files
+from context_cache.diagrams.table import as_table
+from context_cache.machines import COORDINATOR, EXECUTION, VIEW
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -33,6 +35,14 @@ def test_the_lifecycles_page_shows_every_machine():
     page = lifecycles_page()
     for name in (*MACHINES, "overview", "request-phases"):
         assert f"(../diagrams/rendered/{name}.svg)" in page
+
+
+def test_every_event_of_the_regions_is_offered_by_a_row_or_named_as_offered_by_a_call():
+    offered = {name for spec in MACHINES.values() for name in as_table(spec).couplings}
+    overview = lifecycles_page().partition("## All machines")[2].partition("\n## ")[0]
+    for spec in (COORDINATOR, EXECUTION, VIEW):
+        for event in spec.events:
+            assert (f"{spec.name}.{event}" in offered) != (f"`{event}`" in overview), event
 
 
 def test_the_readme_example_runs_and_prints_what_it_says(tmp_path):
