@@ -22,7 +22,9 @@ ALLOWED = {
     "context_cache.backends": ("attrs", "numpy", "context_cache.backends"),
     "context_cache.backends.cupy_backend": ("attrs", "numpy", "cupy", "context_cache.backends"),
     "context_cache.machines": ("attrs", "transitions", "context_cache.machines", "context_cache.backends.base"),
-    "context_cache.diagrams": ("attrs", "graphviz", "context_cache.diagrams", "context_cache.machines"),
+    "context_cache.diagrams": ("attrs", "context_cache.diagrams", "context_cache.machines"),
+    "context_cache.diagrams.engines": ("graphviz", "context_cache.diagrams"),
+    "context_cache.diagrams.pdf": ("reportlab", "svglib", "context_cache.diagrams"),
     "context_cache.coordinator": (
         "attrs", "numpy", "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
     ),
@@ -101,6 +103,9 @@ def test_a_module_imports_only_what_its_room_may(path):
         ("context_cache.coordinator.manager.pools", "from ...backends import base"),
         ("context_cache.coordinator.manager.pools", "from ..coordinator import ContextCacheCoordinator"),
         ("context_cache.diagrams.mermaid", "import context_cache.coordinator"),
+        ("context_cache.diagrams.dot", "import graphviz"),
+        ("context_cache.diagrams.engines", "def late():\n    from svglib import svglib"),
+        ("context_cache.diagrams.pdf", "from context_cache.coordinator.cli import app"),
     ],
 )
 def test_a_wrong_arrow_is_noticed(module, source):
