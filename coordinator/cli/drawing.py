@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
+from attrs import evolve
+
+if TYPE_CHECKING:
+    from context_cache.diagrams import Overlay
 
 __all__ = ["draw_command"]
 
@@ -32,6 +36,12 @@ def draw_command() -> click.Command:
               "svg]")
 @click.option("--around", metavar="STATE", help="Only this state and the rows that lead to or from it, in full.")
 @click.option("--state", "highlight", metavar="STATE", help="Highlight this state.")
+@click.option("--trace", metavar="FILE", type=click.Path(dir_okay=False),
+              help="Lay a recorded trace over the pictures: counts, refusals, where things stood, median durations.")
+@click.option("--request", metavar="ID", help="With --trace: only this request, with the numbers of its steps.")
+@click.option("--step", type=click.IntRange(1), metavar="N", help="With --trace: only the steps up to this one.")
+@click.option("--coverage", metavar="FILE", type=click.Path(dir_okay=False),
+              help="Paint what was never taken red: a trace, or what pytest --lifecycle-coverage=FILE wrote.")
 @click.option("--engine", type=click.Choice(["pure", "dot"]),
               help="What lays pictures out: graphviz-pure, which comes with the extra draw, or the system's dot.  "
               "[default: pure where it is installed]")
@@ -45,6 +55,10 @@ def _draw(
     formats: tuple[str, ...],
     around: str | None,
     highlight: str | None,
+    trace: str | None,
+    request: str | None,
+    step: int | None,
+    coverage: str | None,
     engine: str | None,
     check: bool,
     as_json: bool,
@@ -59,16 +73,18 @@ def _draw(
       context-cache draw -o pictures --format svg --format png
       context-cache draw request --around settled --format pdf
       context-cache draw request --format mermaid -o -
+      context-cache draw request --trace t.jsonl --request r3 --format svg
+      context-cache draw --coverage coverage.json --format png
       context-cache draw --check
     """
     from context_cache.coordinator.cli.app import DoesNotHold, Unusable
     from context_cache.coordinator.cli.output import CannotWrite, write_file
     from context_cache.coordinator.cli.progress import LateProgress
     from context_cache.diagrams.engines import DrawingFailed, EngineMissing
-    from context_cache.diagrams.pictures import PictureError
+    from context_cache.diagrams.pictures import PictureError, picture
 
     if check:
-        if machines or formats or around or highlight or engine:
+        if machines or formats or around or highlight or trace or coverage or engine:
             raise Unusable("--check looks at all committed pictures; leave MACHINE and all options but -o away")
         folder = _committed_folder(output)
         stale = _stale(folder)
@@ -83,12 +99,18 @@ def _draw(
             raise DoesNotHold(f"{folder} differs from the tables: {names}; {delete}run: context-cache draw -o {folder}")
         return
 
+    overlays = _overlays(trace, request, step, coverage)
     try:
+        if overlays:
+            _can_be_marked(machines, formats, overlays)
+            machines, formats = machines or tuple(overlays), formats or ("svg",)
         wanted = _wanted(machines, formats, around, highlight)
         made: list[tuple[str, bytes]] = []
         with LateProgress("pictures", len(wanted)) as progress:
             for name, format in wanted:
-                made.append((_file(name, format, around, highlight), _content(name, format, around, highlight, engine)))
+                overlay = _overlay(overlays.get(name), highlight)
+                content = picture(name, format, around=around, overlay=overlay, engine=engine)
+                made.append((_file(name, format, around, highlight), content))
                 progress(len(made))
     except (PictureError, EngineMissing, DrawingFailed) as error:
         raise Unusable(str(error)) from None
@@ -196,9 +218,41 @@ def _file(name: str, format: str, around: str | None, highlight: str | None) -> 
     return file_name(name + "".join(marks), format)
 
 
-def _content(name: str, format: str, around: str | None, highlight: str | None, engine: str | None) -> bytes:
-    from context_cache.diagrams import Mark, Overlay
-    from context_cache.diagrams.pictures import picture
+def _overlays(trace: str | None, request: str | None, step: int | None, coverage: str | None) -> dict[str, Overlay]:
+    """What is laid over each machine's picture. Raises Unusable."""
+    from context_cache.coordinator.cli.app import Unusable
 
-    overlay = Overlay() if highlight is None else Overlay(states={highlight: Mark(colour="#7ee787", last=True)})
-    return picture(name, format, around=around, overlay=overlay, engine=engine)
+    if trace is None and (request is not None or step is not None):
+        raise Unusable("--request and --step choose from a trace; add --trace FILE")
+    if trace is not None and coverage is not None:
+        raise Unusable("--trace and --coverage both colour the rows; draw one after the other")
+    if trace is None and coverage is None:
+        return {}
+    from context_cache.coordinator.cli.overlaying import coverage_overlays, trace_overlays
+
+    return coverage_overlays(coverage) if coverage is not None else trace_overlays(trace or "", request, step)
+
+
+def _can_be_marked(machines: Sequence[str], formats: Sequence[str], overlays: Mapping[str, Overlay]) -> None:
+    """Raises PictureError for pictures that have no rows of their own, and formats that show no marks."""
+    from context_cache.diagrams.pictures import PictureError
+
+    for name in machines:
+        if name not in overlays:
+            raise PictureError(f"{name} fires no events, so nothing was recorded of it; choose from {_names(overlays)}")
+    for format in formats:
+        if format not in _STATE_FORMATS["--state"]:
+            raise PictureError(f"{format} shows no marks; choose from {', '.join(_STATE_FORMATS['--state'])}")
+
+
+def _names(overlays: Mapping[str, Overlay]) -> str:
+    return ", ".join(overlays)
+
+
+def _overlay(found: Overlay | None, highlight: str | None) -> Overlay:
+    from context_cache.diagrams import Mark, Overlay
+
+    overlay = Overlay() if found is None else found
+    if highlight is None:
+        return overlay
+    return evolve(overlay, states={**overlay.states, highlight: Mark(colour="#7ee787", last=True)})
