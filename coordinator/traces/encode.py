@@ -36,9 +36,13 @@ from context_cache.coordinator.types import (
     slot_tuple,
 )
 
-__all__ = ["Encoder"]
+__all__ = ["Encoder", "NotKept"]
 
 Fields: TypeAlias = dict[str, Any]
+
+
+class NotKept(Exception):
+    """Token ids could not be kept; the cause says why."""
 
 
 class Encoder:
@@ -61,7 +65,11 @@ class Encoder:
         """Keep token ids: at which offset, in tokens, or -1."""
         if self._tokens is None:
             return -1
-        return self._tokens((tokens if sys.byteorder == "little" else tokens.astype("<i4")).tobytes()) // 4
+        data = (tokens if sys.byteorder == "little" else tokens.astype("<i4")).tobytes()
+        try:
+            return self._tokens(data) // 4
+        except Exception as error:
+            raise NotKept from error
 
     def look(self) -> None:
         """Before compact_batch: see what it will change and a runtime may have set, the caches' active batches."""
@@ -87,6 +95,9 @@ class Encoder:
             if error is not None:
                 # Arguments that were refused may be anything, also what no reader of the trace would take.
                 _DECODER.decode(line)
+        except NotKept:
+            # The arguments are well; the place for them is not.
+            raise
         except Exception:
             # Whatever is wrong with the arguments, the coordinator has refused them and said so to its caller.
             request = self.request_id(arguments[0] if arguments else options.get("request"))
