@@ -123,6 +123,11 @@ class Encoder:
         request = handle.request_of(self._core) if isinstance(handle, RequestHandle) else None
         return None if request is None else request.id
 
+    def _size(self, handle: RequestHandle) -> int:
+        if self.request_id(handle) is None:
+            raise TypeError("of a request of another coordinator nothing is known when the call is made again")
+        return handle.batch_size
+
     # Admission --------------------------------------------------------------------------------------------------
 
     def begin_request(
@@ -204,7 +209,7 @@ class Encoder:
     ) -> lines.FinalizePrefill:
         return lines.FinalizePrefill(
             request=self.request_id(request),
-            **self._advance(advances, request.batch_size, common_state_lengths),
+            **self._advance(advances, self._size(request), common_state_lengths),
             status=_name(status),
         )
 
@@ -237,7 +242,7 @@ class Encoder:
     def _step(
         self, status: Status | None, request: RequestHandle, advances: Any, completed: list[int], common: object
     ) -> Fields:
-        fields = self._advance(advances, request.batch_size, common)
+        fields = self._advance(advances, self._size(request), common)
         found = request.request_of(self._core)
         plain = status is Status.OK and not completed and common is None and found is not None and found.plain_steps
         if plain and fields["counts"] == [1] * len(fields["counts"]):
