@@ -158,9 +158,10 @@ _ARGUMENTS: Final = {
     "begin_request": 2, "admit_sequence": 2, "finalize_prefill_publication": 1, "finalize_sequence_admission": 2,
     "complete_decode_step": 1, "prepare_decode_step": 1, "begin_batch_compaction": 3,
     "publish_hybrid_mtp_endpoint": 4, "restore_hybrid_mtp_boundary_hidden": 3, "prepare_prefill": 0,
-    "enqueue_prefill_captures": 0, "compact_batch": 0, "retract_sequence_admission": 0, "finish": 0,
+    "enqueue_prefill_captures": 0, "compact_batch": 0, "retract_sequence_admission": 0, "finish": 0, "shutdown": 0,
 }  # fmt: skip
 """How many arguments a call has behind its request (begin_request: behind the admission)."""
+_TOO_MANY: Final = 9
 
 
 def _refused(
@@ -184,8 +185,11 @@ def _refused(
         "compact_batch": coordinator.compact_batch,
         "retract_sequence_admission": coordinator.retract_sequence_admission,
         "finish": coordinator.finish,
+        "shutdown": coordinator.shutdown,
     }
-    strange = [object() for _ in range(_ARGUMENTS[record.call])]
+    # A wrong number of arguments is Python's to refuse, the rest is the coordinator's.
+    count = _TOO_MANY if record.raised == TypeError.__name__ else _ARGUMENTS[record.call]
+    strange = [object() for _ in range(count)]
     return lambda: methods[record.call](handle, *strange)
 
 

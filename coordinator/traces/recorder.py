@@ -27,7 +27,7 @@ from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.identity import BlockHasher
 from context_cache.coordinator.manager import ResourceType
 from context_cache.coordinator.traces.doors import Acts, NotedAct, WatchedDevice, watched_publisher
-from context_cache.coordinator.traces.encode import Encoder
+from context_cache.coordinator.traces.encode import Encoder, NotKept
 from context_cache.coordinator.traces.format import Identity
 from context_cache.coordinator.traces.header import header_of
 from context_cache.coordinator.traces.identities import IdentityBook, ScriptedHasher, WatchedHasher
@@ -155,8 +155,12 @@ class CallRecorder:
     # What happens -----------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        if self._encoder is not None:
+        if self._off or self._encoder is None:
+            return
+        try:
             self._encoder.look()
+        except Exception as failure:
+            self._switch_off(failure)
 
     def returned(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         happened = self._happened
@@ -264,6 +268,8 @@ class CallRecorder:
             self._sink.times(np.array(times, "<i8"))
 
     def _switch_off(self, error: BaseException) -> None:
+        if isinstance(error, NotKept) and error.__cause__ is not None:
+            error = error.__cause__
         self._off = True
         self._happened.clear()
         self.failure = error
@@ -282,7 +288,13 @@ class TraceRecorder(CallRecorder):
     def __init__(
         self, path: str | os.PathLike[str], *, redact: bool = False, seed: int | None = None, timings: bool = True
     ) -> None:
-        super().__init__(TraceFiles(path, redact=redact, timings=timings), seed=seed, timed=timings)
+        self._files = TraceFiles(path, redact=redact, timings=timings)
+        super().__init__(self._files, seed=seed, timed=timings)
+
+    def close(self) -> None:
+        super().close()
+        # Of a recorder that failed the files are still open.
+        self._files.abandon()
 
     def __enter__(self) -> TraceRecorder:
         return self
@@ -303,8 +315,7 @@ class TraceFiles:
             self.tokens: Callable[[bytes], int] | None = None if redact else self._make(tokens_of(path)).append
             self._timings = self._make(timings_of(path)) if timings else None
         except BaseException:
-            for file in self._open:
-                file.abandon()
+            self.abandon()
             raise
         for unused, name in ((redact, tokens_of(path)), (not timings, timings_of(path))):
             if unused:
@@ -325,6 +336,11 @@ class TraceFiles:
     def close(self) -> None:
         for file in self._open:
             file.close()
+
+    def abandon(self) -> None:
+        """Give the files back as they are; one that is closed already stays closed."""
+        for file in self._open:
+            file.abandon()
 
 
 def _note_acts(times: list[tuple[int, int, int, int]], steps: int, happened: list[StepParts | NotedAct]) -> None:

@@ -171,7 +171,8 @@ class Replay:
             raise
         except BaseException as error:
             # The recorder wrote it down; whether it was to be raised is decided by comparing. A bug of ours is one too.
-            if not self._sink.last and isinstance(error, KeyboardInterrupt) and not faults:
+            # An interrupt that the trace does not know is meant for the replay.
+            if not isinstance(error, Exception) and type(error).__name__ != group.record.raised:
                 raise
         finally:
             faults.clear()

@@ -83,7 +83,7 @@ def die(path, calls, *, redact=False, how="kill"):
 
 
 @pytest.mark.parametrize("redact", [False, True], ids=["tokens", "redacted"])
-@pytest.mark.parametrize("calls", [1, 2, 3, 4, 17])
+@pytest.mark.parametrize("calls", [1, 3, 16])
 def test_every_call_that_had_returned_is_there(tmp_path, replay_equal, calls, redact):
     path = tmp_path / "t"
     die(path, calls, redact=redact)
@@ -94,7 +94,7 @@ def test_every_call_that_had_returned_is_there(tmp_path, replay_equal, calls, re
     assert result.torn is False
 
 
-@pytest.mark.parametrize(("calls", "redact"), [(9000, False), (14_001, True)])
+@pytest.mark.parametrize(("calls", "redact"), [(6500, False), (6501, True)])
 def test_a_recording_beyond_its_journal_is_whole(tmp_path, replay_equal, calls, redact):
     """The file has what went through the journal, the journal has the rest; nothing is in both or in neither."""
     path = tmp_path / "t"
@@ -185,10 +185,10 @@ def test_a_call_that_was_cut_in_a_line_is_left_out_and_told(data, make_trace, tm
         assert len(groups) == calls_in(data[:begin])
 
 
-@pytest.mark.parametrize("part", range(20))
+@pytest.mark.parametrize("part", range(10))
 def test_a_trace_that_was_cut_replays_up_to_there(data, make_trace, tmp_path, small_trace, replay_equal, part):
     first = data.index(b"\n") + 1
-    at = first + (len(data) - first) * part // 20 + part
+    at = first + (len(data) - first) * part // 10 + part
     while data[at - 1 : at] == b"\n":
         at += 1
     result = replay_equal(make_trace(tmp_path / "t", data[:at], small_trace))

@@ -229,7 +229,7 @@ def test_a_field_of_another_type_is_taken_or_refused(original, tmp_path, kind, p
     """Nothing but a result or a TraceError that names the line may come out. A part of the values for each field."""
     for number, field in enumerate(field for known, field in FIELDS if known == kind):
         if number % 7 == part:
-            try_in(original, tmp_path / "t", kind, field, STRANGE[(number + part) % 6 :: 6])
+            try_in(original, tmp_path / "t", kind, field, STRANGE[(number + part) % 7 :: 7])
 
 
 @pytest.mark.slow
