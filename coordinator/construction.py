@@ -20,6 +20,7 @@ from context_cache.coordinator.live_tensors import check_live_tensors, check_ten
 from context_cache.coordinator.manager import ContextCacheManager, ResourceDemand, ResourceType
 from context_cache.coordinator.page_table import KVPageTable
 from context_cache.coordinator.snapshots import HybridSnapshotStorage
+from context_cache.coordinator.watching import Watcher
 from context_cache.machines import Recorder
 
 __all__ = ["build_core"]
@@ -47,6 +48,8 @@ def build_core(
     profile = validate_deployment(deployment)
     _check_resources(deployment, profile, resources)
     hasher = BlockHasher(identity_key)
+    if isinstance(recorder, Watcher):
+        hasher = recorder.hasher(hasher)
     slots = snapshot_slots(profile, config) if profile.uses_checkpoints else (0, 0)
     pages = resources.base_cache.num_pages if profile.has_attention else 0
     draft_pages = 0 if resources.draft_cache is None else resources.draft_cache.num_pages

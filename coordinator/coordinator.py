@@ -26,7 +26,7 @@ from context_cache.coordinator.config import (
 from context_cache.coordinator.construction import build_core
 from context_cache.coordinator.core import ENDED_STATES, Core
 from context_cache.coordinator.device_state import ContextCachePhysicalResources
-from context_cache.coordinator.entry import Entry
+from context_cache.coordinator.entry import Entry, public_call
 from context_cache.coordinator.errors import ContextCacheError, ContractViolation
 from context_cache.coordinator.handle import RequestHandle
 from context_cache.coordinator.ledger import BOUND
@@ -192,36 +192,36 @@ class ContextCacheCoordinator(AdmissionCalls, StepCalls):
 
     # End of life.
 
+    @public_call
     def finish(self, request: RequestHandle) -> Status:
         """End a request: drain if work is outstanding, clear its rows, release its pages. Works in every live state.
 
         OK for a handle that is not valid any more. POISONED when the drain failed (quarantined) or the clearing
         upload raised (released). Raises ContractViolation for another coordinator's handle.
         """
-        with self._entry:
-            core, found = self._core, self._any_request(request)
-            if found.state in ENDED_STATES:
-                return Status.OK
-            call = EndingCall(core, found, "finish")
-            released = core.fire(found, "finish", call)
-            return Status.OK if released and call.clearing_error is None else Status.POISONED
+        core, found = self._core, self._any_request(request)
+        if found.state in ENDED_STATES:
+            return Status.OK
+        call = EndingCall(core, found, "finish")
+        released = core.fire(found, "finish", call)
+        return Status.OK if released and call.clearing_error is None else Status.POISONED
 
+    @public_call
     def shutdown(self) -> Status:
         """Try to release what is withheld, newest first, and close if nothing is left. Repeatable, never raises.
 
         POISONED: a drain failed; that request is poisoned, older ones were not tried. REQUEST_FAILED: live handles
         exist. OK: closed, no more admissions.
         """
-        with self._entry:
-            core = self._core
-            if core.closed:
-                return Status.OK
-            for request in core.withheld():
-                if not core.fire(request, "shutdown", EndingCall(core, request, "shutdown")):
-                    return Status.POISONED
-            live = bool(core.requests)
-            core.tell_service("shutdown", owners_left=live)
-            return Status.REQUEST_FAILED if live else Status.OK
+        core = self._core
+        if core.closed:
+            return Status.OK
+        for request in core.withheld():
+            if not core.fire(request, "shutdown", EndingCall(core, request, "shutdown")):
+                return Status.POISONED
+        live = bool(core.requests)
+        core.tell_service("shutdown", owners_left=live)
+        return Status.REQUEST_FAILED if live else Status.OK
 
     def close(self) -> None:
         """``shutdown``, insisting on success.

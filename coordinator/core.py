@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from context_cache.backends.base import Backend, DeviceArray, Stream, Synchronizer
+from context_cache.backends.base import Backend, DeviceArray, LifecycleDevice, Stream, Synchronizer
 from context_cache.coordinator.config import ContextCacheConfig, ContextCacheDeploymentProfile, DeploymentConfig
 from context_cache.coordinator.device import DeviceFace
 from context_cache.coordinator.device_state import ContextCachePhysicalResources
@@ -25,6 +25,7 @@ from context_cache.coordinator.metrics import Counters
 from context_cache.coordinator.rows import Rows
 from context_cache.coordinator.snapshots import HybridSnapshotStorage
 from context_cache.coordinator.types import ContextCacheBatchAdmission, TokenStateContract
+from context_cache.coordinator.watching import Publisher, Watcher, publish_offer
 from context_cache.machines import (
     COORDINATOR,
     EXECUTION,
@@ -182,7 +183,10 @@ class Core:
         self.rows = Rows(resources.base_page_table, resources.draft_page_table)
         self.snapshots = snapshots
         self.page_size, self.row_pages = deployment.page_size, deployment.row_pages
-        self.device = DeviceFace(backend, resources, snapshots, stream, synchronizer, config.drain_timeout_seconds)
+        self.device: LifecycleDevice = DeviceFace(
+            backend, resources, snapshots, stream, synchronizer, config.drain_timeout_seconds
+        )
+        self.publisher: Publisher = publish_offer
         self.hasher = hasher
         self.ledger = Ledger(
             deployment.max_batch, deployment.row_pages, deployment.page_size, paged=profile.has_attention
@@ -194,6 +198,7 @@ class Core:
         self.service = Subject("coordinator", COORDINATOR.initial)
         self.token = _Region("coordinator", EXECUTION.initial)
         self.view = _Region("coordinator", VIEW.initial)
+        self.watcher: Watcher | None = recorder if isinstance(recorder, Watcher) else None
         switch = RecorderSwitch(recorder)
         self.request_runner = Runner(REQUEST, switch)
         self.service_runner = Runner(COORDINATOR, switch)
@@ -201,6 +206,10 @@ class Core:
         self.view_runner = Runner(VIEW, switch)
         self._request_count = 0
         self._withheld_count = 0
+        if self.watcher is not None:
+            self.device = self.watcher.device(self.device)
+            self.publisher = self.watcher.publisher(self.publisher)
+            self.watcher.attach(self)
 
     def new_request_id(self) -> str:
         """``r1``, ``r2``, ... in order of admission; only of requests that are admitted."""

@@ -1,15 +1,23 @@
-"""The door of a coordinator: one caller at a time, orphans first, broken invariants poison."""
+"""The door of a coordinator: one caller at a time, orphans first, broken invariants poison, calls are told to whoever
+watches."""
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
+from time import perf_counter_ns
 from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from context_cache.coordinator.calls.ending import reap_orphans
 from context_cache.coordinator.core import Core
 from context_cache.coordinator.errors import ContractViolation, InvariantViolation
 
-__all__ = ["Entry"]
+__all__ = ["Entry", "public_call"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Entry:
@@ -19,11 +27,13 @@ class Entry:
     no waiting: the contract is one call after another, and this only tells when it is broken.
     """
 
-    __slots__ = ("_core", "_lock")
+    __slots__ = ("_core", "_lock", "calling", "watcher")
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._lock = threading.Lock()
+        self.watcher = core.watcher
+        self.calling: tuple[str, tuple[Any, ...], dict[str, Any]] | None = None
 
     def try_enter(self) -> bool:
         """Enter unless a call is in progress; orphans are reaped. Leave with ``leave``."""
@@ -59,4 +69,41 @@ class Entry:
             if isinstance(error, InvariantViolation):
                 self._core.tell_service("invariant_broken")
         finally:
-            self._lock.release()
+            try:
+                if self.watcher is not None and self.calling is not None:
+                    self.watcher.raised(*self.calling, error)
+            finally:
+                self.calling = None
+                self._lock.release()
+
+
+class _Guarded(Protocol):
+    @property
+    def _entry(self) -> Entry: ...
+
+
+_S = TypeVar("_S", bound=_Guarded)
+
+
+def public_call(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
+    """A call that may change something: it runs behind the door, and a watcher of the coordinator is told of it."""
+
+    name = method.__name__
+
+    @functools.wraps(method)
+    def entered(self: _S, /, *arguments: _P.args, **options: _P.kwargs) -> _R:
+        entry = self._entry
+        with entry:
+            watcher = entry.watcher
+            if watcher is None:
+                return method(self, *arguments, **options)
+            entry.calling = calling = (name, arguments, options)
+            watcher.began_at = perf_counter_ns()
+            if name in watcher.looks_before:
+                watcher.look()
+            result = method(self, *arguments, **options)
+            entry.calling = None
+            watcher.returned(*calling, result)
+            return result
+
+    return entered

@@ -23,7 +23,7 @@ import hashlib
 import secrets
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NewType
+from typing import Any, Final, NewType, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -230,9 +230,9 @@ class HashChain:
         hasher.update(_marked(tokens[start:length], marks) if mixed else _raw(tokens[start:length]))
         return Digest(hasher.digest())
 
-    def fork(self) -> HashChain:
+    def fork(self) -> Self:
         """An independent chain with the same past."""
-        other = HashChain.__new__(HashChain)
+        other = type(self).__new__(type(self))
         other.digests = self.digests.copy()
         other.page_size, other._page_bytes = self.page_size, self._page_bytes
         other.root, other._keyed = self.root, self._keyed

@@ -78,6 +78,18 @@ class KVPageTable:
         """Resident slots whose device row is not (known to be) the host row."""
         return tuple(np.flatnonzero(self._dirty).tolist())
 
+    @property
+    def any_dirty(self) -> bool:
+        """False: the next upload carries nothing. True: it may."""
+        return self._any_dirty
+
+    def pending(self) -> tuple[npt.NDArray[np.int64], Int32Array] | None:
+        """What the next upload would carry: resident slots int64[k] and their K ids int32[k, M]. None: nothing."""
+        if not self._any_dirty:
+            return None
+        dirty = self._dirty.nonzero()[0]
+        return (dirty, self._rows[dirty]) if dirty.size else None
+
     def set_identity(self) -> None:
         """Row b gets pages b*M .. b*M+M-1.
 

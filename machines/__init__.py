@@ -25,7 +25,19 @@ from context_cache.machines.spec import (
     Transition,
     each,
 )
-from context_cache.machines.step import Difference, Firing, ListRecorder, Recorder, RecorderSwitch, Step, compare_steps
+from context_cache.machines.step import (
+    Difference,
+    Firing,
+    ListRecorder,
+    PartsRecorder,
+    Recorder,
+    RecorderSwitch,
+    Step,
+    StepParts,
+    Witness,
+    compare_steps,
+    witnessed_by,
+)
 
 ALL_MACHINES = (REQUEST, SEQUENCE, CAPTURE, COORDINATOR, EXECUTION, VIEW)
 
@@ -53,17 +65,21 @@ __all__ = [
     "ListRecorder",
     "MachineSpec",
     "Not",
+    "PartsRecorder",
     "Recorder",
     "RecorderSwitch",
     "Runner",
     "SpecError",
     "State",
     "Step",
+    "StepParts",
     "Subject",
     "Transition",
+    "Witness",
     "ask_table",
     "compare_steps",
     "document",
     "each",
     "fingerprint",
+    "witnessed_by",
 ]

@@ -21,7 +21,7 @@ from transitions.core import Transition as _LibraryTransition
 
 from context_cache.backends.base import DeviceError, DrainResult
 from context_cache.machines.spec import Choice, Couple, MachineSpec, Row
-from context_cache.machines.step import DONE, Firing, Recorder, RecorderSwitch, Step
+from context_cache.machines.step import DONE, Firing, Recorder, RecorderSwitch
 
 __all__ = ["Call", "Ending", "EventRefused", "LifecycleError", "Runner", "Subject"]
 
@@ -160,7 +160,7 @@ class Runner:
         self.spec = spec
         self._switch = recorder if isinstance(recorder, RecorderSwitch) else RecorderSwitch(recorder)
         self._choices = spec.choices
-        self._firings: dict[tuple[int, int, str, str | None], Firing] = {}
+        self._firings: dict[tuple[int, int, str, str, str | None], Firing] = {}
         self._machine = self._build(spec)
 
     @property
@@ -200,6 +200,7 @@ class Runner:
         mask = choice.mask(call)
         row = choice.rows[mask]
         if row is None:
+            self._switch.declined(subject.id, self.spec.name, event, subject._state, choice.outcomes[mask])
             return False
         if row.light:
             self._run_light(subject, row, call, choice, mask)
@@ -228,9 +229,9 @@ class Runner:
                     if held[guard.name] != guard.wanted:
                         refused_by.setdefault(str(guard))
         state = subject._state
-        if self._switch.recorder is not None:
+        if self._switch.active:
             firing = Firing(self.spec.name, -1, event, state, state, outcome, "refused", None)
-            self._switch.record(Step(subject.id, firing))
+            self._switch.note((subject.id, firing, (), (), None))
         return EventRefused(self.spec.name, subject.id, state, event, self.spec.accepted(state), tuple(refused_by))
 
     def _build(self, spec: MachineSpec) -> Machine:
@@ -273,8 +274,8 @@ class Runner:
                     self._commit(subject, name, choice)
                 elif run(call) is not False:
                     ran.append(name)
-            if self._switch.recorder is not None:
-                self._note(subject, row, call, choice, mask, ran, DONE, None, row.transition.work_ended)
+            if self._switch.active:
+                self._switch.note((subject.id, choice.firings[mask], ran, call.slots, None))
         except BaseException:
             self._note(subject, row, call, choice, mask, (), "raised", None, None)
             raise
@@ -299,9 +300,13 @@ class Runner:
         try:
             try:
                 drained = self._walk(row.plan, subject, call, choice, ran)
-                if self._switch.recorder is None:
+                if not self._switch.active:
                     return ending
-                outcome, failed, ended = DONE, None, "drained" if drained else item.work_ended
+                if not drained:
+                    self._switch.note((subject.id, choice.firings[mask], ran, call.slots, None))
+                    return ending
+                outcome, failed = DONE, None
+                ended: str | None = "drained"
             except _ActionFailed as failure:
                 raised, failed = failure.error, failure.step
                 interrupt, drained = self._after_error(subject, row, call, choice, ran)
@@ -423,14 +428,21 @@ class Runner:
         failed: str | None,
         work_ended: str | None,
     ) -> None:
-        if self._switch.recorder is None:
+        if not self._switch.active:
             return
+        firing = self._firing(row, choice, mask, outcome, work_ended, subject)
+        self._switch.note((subject.id, firing, ran, call.slots, failed))
+
+    def _firing(
+        self, row: Row, choice: Choice, mask: int, outcome: str, work_ended: str | None, subject: Subject
+    ) -> Firing:
+        """The shared part of a step, one for each way in which a row can end. ``subject`` has ended already."""
         target = subject._state
-        key = (row.number, mask, outcome if outcome == DONE else f"{outcome}:{target}", work_ended)
+        key = (row.number, mask, outcome, target, work_ended)
         firing = self._firings.get(key)
         if firing is None:
             item = row.transition
             firing = self._firings[key] = Firing(
                 self.spec.name, row.number, item.event, item.source, target, choice.outcomes[mask], outcome, work_ended
             )
-        self._switch.record(Step(subject.id, firing, tuple(ran), call.slots, failed))
+        return firing

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 from attrs import field, frozen
 
 from context_cache.backends.base import DrainResult
+from context_cache.machines.step import DONE, Firing
 
 __all__ = [
     "Choice",
@@ -240,12 +241,13 @@ def _plan(steps: Iterable[Step]) -> _Plan:
 class Choice:
     """All rows of one (state, event), picked by a bit mask of the guards' outcomes.
 
-    ``guards`` fixes the order of the bits; ``rows[mask]`` is the row, or None where no row wants that outcome.
+    ``guards`` fixes the order of the bits; ``rows[mask]`` is the row, or None where no row wants that outcome;
+    ``firings[mask]`` is what is recorded of it when it ends well and did not drain.
     """
 
-    __slots__ = ("candidates", "guards", "hot", "names", "outcomes", "rows", "tests")
+    __slots__ = ("candidates", "firings", "guards", "hot", "names", "outcomes", "rows", "tests")
 
-    def __init__(self, candidates: tuple[Row, ...]) -> None:
+    def __init__(self, machine: str, candidates: tuple[Row, ...]) -> None:
         self.candidates = candidates
         guards: dict[str, Guard] = {}
         for row in candidates:
@@ -258,6 +260,9 @@ class Choice:
         self.outcomes = tuple(
             tuple((name, bool(mask >> bit & 1)) for bit, name in enumerate(self.names))
             for mask in range(1 << len(self.guards))
+        )
+        self.firings = tuple(
+            _firing(machine, self.rows[mask] or candidates[0], self.outcomes[mask]) for mask in range(len(self.rows))
         )
         self.hot = any(row.transition.hot for row in candidates)
 
@@ -275,6 +280,11 @@ class Choice:
             if all(outcome[guard.name] == guard.wanted for guard in row.transition.guards):
                 return row
         return None
+
+
+def _firing(machine: str, row: Row, guards: tuple[tuple[str, bool], ...]) -> Firing:
+    item = row.transition
+    return Firing(machine, row.number, item.event, item.source, item.target, guards, DONE, item.work_ended)
 
 
 def _exclusive(one: Transition, other: Transition) -> bool:
@@ -319,7 +329,7 @@ class MachineSpec:
             groups.setdefault((row.transition.source, row.transition.event), []).append(row)
         for (source, event), group in groups.items():
             self._check_group(source, event, group)
-        object.__setattr__(self, "choices", {pair: Choice(tuple(group)) for pair, group in groups.items()})
+        object.__setattr__(self, "choices", {pair: Choice(self.name, tuple(group)) for pair, group in groups.items()})
 
     @property
     def events(self) -> tuple[str, ...]:

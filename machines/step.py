@@ -7,8 +7,9 @@ the slots touched belongs to the :class:`Firing`, of which there is one for each
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from attrs import field, frozen
 
@@ -17,10 +18,14 @@ __all__ = [
     "Difference",
     "Firing",
     "ListRecorder",
+    "PartsRecorder",
     "Recorder",
     "RecorderSwitch",
     "Step",
+    "StepParts",
+    "Witness",
     "compare_steps",
+    "witnessed_by",
 ]
 
 DONE = "done"
@@ -111,24 +116,90 @@ class Recorder(Protocol):
         """Take one step."""
 
 
-class RecorderSwitch:
-    """One recorder for several runners. If it raises it is switched off for all of them: a trace has no holes."""
+StepParts: TypeAlias = "tuple[str, Firing, Sequence[str], tuple[int, ...], str | None]"
+"""Subject, firing, ran, slots, failed: what a step is made of. Nobody changes any of it afterwards."""
 
-    __slots__ = ("recorder",)
+
+@runtime_checkable
+class PartsRecorder(Protocol):
+    """A recorder that takes the parts of a step, which costs less than a step; recording is on the way of a decode."""
+
+    @property
+    def take(self) -> Callable[[StepParts], None]:
+        """Takes the parts of one step; must not raise."""
+
+
+class Witness(Protocol):
+    """Sees the steps of every runner of this process, beside their recorders: a tool of tests."""
+
+    def saw(self, switch: RecorderSwitch, step: Step) -> None:
+        """Take one step; ``switch`` tells one coordinator from another. Must not raise.
+
+        An offered event that no row took is shown too, with the outcome ``declined``; recorders are not told of it.
+        """
+
+
+_witnesses: list[Witness] = []
+
+
+@contextmanager
+def witnessed_by(witness: Witness) -> Iterator[None]:
+    """Let ``witness`` see the steps of every switch that is made from here on, until the block ends."""
+    _witnesses.append(witness)
+    try:
+        yield
+    finally:
+        _witnesses.remove(witness)
+
+
+class RecorderSwitch:
+    """One recorder for several runners. If it raises it is switched off for all of them: a trace has no holes.
+
+    active: whether anybody listens; what would be recorded need not be put together otherwise.
+    note:   hands the parts of a step on. A recorder that raises costs the trace, never a request.
+    """
+
+    __slots__ = ("__weakref__", "_recorder", "_witnesses", "active", "note")
+
+    note: Callable[[StepParts], None]
 
     def __init__(self, recorder: Recorder | None) -> None:
+        self._witnesses = tuple(_witnesses)
         self.recorder = recorder
 
-    def record(self, step: Step) -> None:
-        """Hand a step on; a recorder that raises costs the trace, never a request."""
-        recorder = self.recorder
-        if recorder is None:
-            return
+    @property
+    def recorder(self) -> Recorder | None:
+        """Where steps go; None: nowhere, or switched off."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+        self.active = recorder is not None or bool(self._witnesses)
+        quick = isinstance(recorder, PartsRecorder) and not self._witnesses
+        self.note = recorder.take if quick and isinstance(recorder, PartsRecorder) else self._note
+
+    def declined(
+        self, subject: str, machine: str, event: str, state: str, guards: tuple[tuple[str, bool], ...]
+    ) -> None:
+        """An offered event was not taken. Nothing happened, so only witnesses hear of it."""
+        for witness in self._witnesses:
+            witness.saw(self, Step(subject, Firing(machine, -1, event, state, state, guards, "declined", None)))
+
+    def _note(self, parts: StepParts) -> None:
+        subject, firing, ran, slots, failed = parts
+        step = Step(subject, firing, tuple(ran), slots, failed)
+        for witness in self._witnesses:
+            witness.saw(self, step)
+        recorder = self._recorder
         try:
-            recorder.record(step)
+            if isinstance(recorder, PartsRecorder):
+                recorder.take(parts)
+            elif recorder is not None:
+                recorder.record(step)
         except Exception:
             self.recorder = None
-            _log.exception("%s %s: the recorder raised and is switched off", step.machine, step.subject)
+            _log.exception("%s %s: the recorder raised and is switched off", firing.machine, subject)
 
 
 @frozen

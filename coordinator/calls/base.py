@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeAlias
+from collections.abc import Sequence
+from typing import ClassVar
 
-from context_cache.backends.base import DeviceError, DrainResult
+from context_cache.backends.base import DeviceError, DrainResult, LifecycleDevice
 from context_cache.coordinator.core import Core, Request
-from context_cache.coordinator.device import DeviceFace
 from context_cache.coordinator.errors import InvariantViolation
 from context_cache.coordinator.ledger import QUARANTINED
+from context_cache.coordinator.watching import Offer
 
 __all__ = ["Offer", "RequestCall", "publish_each"]
 
 _log = logging.getLogger("context_cache.coordinator")
-
-
-Offer: TypeAlias = Callable[[Core, Request, int], None]
-"""How one resident slot is offered for publication."""
 
 
 class RequestCall:
@@ -41,7 +37,7 @@ class RequestCall:
         return self.request.slots
 
     @property
-    def device(self) -> DeviceFace:
+    def device(self) -> LifecycleDevice:
         return self.core.device
 
     @property
@@ -113,7 +109,7 @@ def publish_each(call: RequestCall, offers: Sequence[tuple[int, Offer]]) -> None
     errors: list[Exception] = []
     for slot, publish in offers:
         try:
-            publish(call.core, call.request, int(call.request.order[slot]))
+            call.core.publisher(publish, call.core, call.request, int(call.request.order[slot]))
         except Exception as error:
             errors.append(error)
     if not errors:

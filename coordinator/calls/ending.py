@@ -49,6 +49,13 @@ def drop(core: Core, request: Request) -> None:
     """The way out without publishing. A broken invariant poisons before it is raised."""
     if request.state in ENDED_STATES:
         return
+    if core.watcher is None:
+        _drop(core, request)
+    else:
+        core.watcher.dropped(request, lambda: _drop(core, request))
+
+
+def _drop(core: Core, request: Request) -> None:
     try:
         core.fire(request, "drop", EndingCall(core, request, "drop"))
     except InvariantViolation:

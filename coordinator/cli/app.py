@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import IO, Any, Final
 
 import click
 
-__all__ = ["command_line"]
+__all__ = ["DoesNotHold", "Unusable", "command_line"]
 
 _INT32_MAX: Final = 2**31 - 1
 
@@ -34,26 +36,55 @@ class DoesNotHold(Unusable):
     exit_code = 1
 
 
+def _bench() -> click.Command:
+    from context_cache.coordinator.cli.bench import bench_command
+
+    return bench_command()
+
+
+def _replay() -> click.Command:
+    from context_cache.coordinator.cli.replaying import replay_command
+
+    return replay_command
+
+
+def _coverage() -> click.Command:
+    from context_cache.coordinator.cli.covering import coverage_command
+
+    return coverage_command
+
+
+def _draw() -> click.Command:
+    from context_cache.coordinator.cli.drawing import draw_command
+
+    return draw_command()
+
+
+def _diff() -> click.Command:
+    from context_cache.coordinator.cli.diffing import diff_command
+
+    return diff_command()
+
+
+_LATE: Final[dict[str, Callable[[], click.Command]]] = {
+    "bench": _bench,
+    "coverage": _coverage,
+    "diff": _diff,
+    "draw": _draw,
+    "replay": _replay,
+}
+"""Commands that are imported only when they are asked for."""
+
+
 class _Commands(click.Group):
-    """Knows the commands that have modules of their own by name and imports one only when it is asked for."""
+    """Knows the late commands by name."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*super().list_commands(context), "bench", "diff", "draw"])
+        return sorted([*super().list_commands(context), *_LATE])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name == "bench":
-            from context_cache.coordinator.cli.bench import bench_command
-
-            return bench_command()
-        if name == "diff":
-            from context_cache.coordinator.cli.diffing import diff_command
-
-            return diff_command()
-        if name == "draw":
-            from context_cache.coordinator.cli.drawing import draw_command
-
-            return draw_command()
-        return super().get_command(context, name)
+        late = _LATE.get(name)
+        return super().get_command(context, name) if late is None else late()
 
 
 @click.group("context-cache", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -94,6 +125,9 @@ def command_line() -> None:
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Run only the first N requests.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, metavar="N",
               help="Seed of the tokens that the embedded model emits.")
+@click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE",
+              help="Record calls and transitions in FILE, to be replayed; beside it FILE.tokens and FILE.timings.")
+@click.option("--redact", is_flag=True, help="With --trace: keep no token ids; prefixes are known by ordinals alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")  # fmt: skip
 def run(
     workload: str | None,
@@ -109,6 +143,8 @@ def run(
     row_tokens: int | None,
     limit: int | None,
     seed: int,
+    trace: str | None,
+    redact: bool,
     as_json: bool,
 ) -> None:
     """Run WORKLOAD through the coordinator and report reuse, cost and leaks.
@@ -136,7 +172,10 @@ def run(
     from context_cache.coordinator.cli.sizing import SizeError, size_run
     from context_cache.coordinator.cli.workload import WorkloadError, read_workload
     from context_cache.coordinator.cli.workloads import shipped_workload
+    from context_cache.coordinator.traces import TraceRecorder
 
+    if redact and trace is None:
+        raise Unusable("--redact says what a trace leaves out, and there is none; add --trace FILE")
     try:
         kind, batch, slots = check_options(
             flavour, max_batch=max_batch, pages=pages, snapshot_slots=snapshot_slots
@@ -153,8 +192,16 @@ def run(
         )  # fmt: skip
     except (FlavourError, WorkloadError, SizeError) as error:
         raise Unusable(str(error)) from None
+    recorder = None
+    if trace is not None:
+        try:
+            recorder = TraceRecorder(trace, redact=redact, seed=seed)
+        except OSError as error:
+            raise Unusable(f"--trace {trace}: cannot be written ({error.strerror}); name another file") from None
     try:
-        with LateProgress("requests", len(requests.requests)) as progress:
+        with ExitStack() as ends, LateProgress("requests", len(requests.requests)) as progress:
+            if recorder is not None:
+                ends.callback(recorder.close)
             report = run_workload(
                 requests,
                 size,
@@ -165,6 +212,7 @@ def run(
                 seed=seed,
                 verify=workload is None if verify is None else verify,
                 progress=progress,
+                recorder=recorder,
             )
     except BackendUnavailable as error:
         raise Unusable(f"--backend {backend}: {error}") from None
@@ -186,6 +234,12 @@ def run(
         from rich.console import Console
 
         print_report(report, Console())
+        if recorder is not None:
+            click.echo(
+                f"{recorder.steps} transitions recorded in {trace}; replay them with: context-cache replay {trace}"
+            )
+    if recorder is not None and recorder.failure is not None:
+        raise DoesNotHold(f"--trace {trace}: recording stopped before the end of the run: {recorder.failure}")
     if report.leaked_pages:
         raise DoesNotHold(
             f"{report.leaked_pages} pages leaked: after the last request they were neither free nor in a record; "

@@ -31,6 +31,7 @@ from context_cache.coordinator.cli.platform import Platform
 from context_cache.coordinator.cli.sizing import RunSize
 from context_cache.coordinator.cli.stub import StubModel
 from context_cache.coordinator.manager import ResourceDemand
+from context_cache.machines import Recorder
 
 __all__ = ["EmbeddedModel", "EmbeddedRuntime"]
 
@@ -85,6 +86,7 @@ class EmbeddedRuntime:
         snapshot_slots: int = 0,
         seed: int = 0,
         compute: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         deployment = flavour.deployment(
             max_batch=size.max_batch, row_tokens=size.row_tokens, page_size=size.page_size
@@ -120,6 +122,7 @@ class EmbeddedRuntime:
             resources,
             backend=self._backend,
             stream=self.stream,
+            recorder=recorder,
         )
 
     @property

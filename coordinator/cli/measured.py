@@ -27,6 +27,7 @@ from context_cache.coordinator import (
     RequestHandle,
     Status,
 )
+from context_cache.machines import Recorder
 
 __all__ = ["MeasuredCoordinator"]
 
@@ -45,8 +46,9 @@ class MeasuredCoordinator(ContextCacheCoordinator):
         *,
         backend: Backend,
         stream: Stream,
+        recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(config, deployment, resources, backend=backend, stream=stream)
+        super().__init__(config, deployment, resources, backend=backend, stream=stream, recorder=recorder)
         self._total_ns = 0
         self._prepare_ns = 0
         self._step_ns = array("q")

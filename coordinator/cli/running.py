@@ -29,6 +29,7 @@ from context_cache.coordinator.cli.platform import open_platform
 from context_cache.coordinator.cli.sizing import RunSize
 from context_cache.coordinator.cli.verify import Verifier
 from context_cache.coordinator.cli.workload import Workload, WorkloadRequest
+from context_cache.machines import Recorder
 
 __all__ = ["RunFailed", "RunOptions", "Running", "admission_of"]
 
@@ -40,7 +41,7 @@ class RunFailed(Exception):
 @frozen(kw_only=True)
 class RunOptions:
     """``backend``: host, cupy or auto. ``verify``: compare cached with cold. ``progress``: called now and then with the
-    number of finished requests."""
+    number of finished requests. ``recorder``: of the coordinator's calls and steps."""
 
     flavour: Flavour = field(factory=lambda: FLAVOURS["vanilla"])
     backend: str = "host"
@@ -49,6 +50,7 @@ class RunOptions:
     seed: int = 0
     verify: bool = False
     progress: Callable[[int], None] = lambda finished: None
+    recorder: Recorder | None = None
 
 
 class Running(ABC):
@@ -66,6 +68,7 @@ class Running(ABC):
             snapshot_slots=options.snapshot_slots,
             seed=options.seed,
             compute=options.verify or not options.flavour.live,
+            recorder=options.recorder,
         )
         self.coordinator: Final = self.runtime.coordinator
         self.counts: Final = Counts()

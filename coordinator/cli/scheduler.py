@@ -45,6 +45,7 @@ from context_cache.coordinator.cli.running import RunFailed, Running, RunOptions
 from context_cache.coordinator.cli.sizing import HEADROOM_TOKENS, RunSize
 from context_cache.coordinator.cli.static import StaticScheduler
 from context_cache.coordinator.cli.workload import Workload
+from context_cache.machines import Recorder
 
 __all__ = ["RunFailed", "run_workload"]
 
@@ -64,18 +65,19 @@ def run_workload(
     seed: int = 0,
     verify: bool = False,
     progress: Callable[[int], None] = lambda finished: None,
+    recorder: Recorder | None = None,
 ) -> RunReport:
     """Run every request of ``workload`` to its end and report.
 
     ``verify``: compare a sample of the requests with a cold computation. ``progress`` is called now and then with the
-    number of finished requests.
+    number of finished requests. ``recorder`` is the coordinator's; it is not closed here.
     Raises: BackendUnavailable if the backend cannot be opened; RunFailed if the coordinator refuses to go on, the books
     do not balance or a comparison finds a difference; MemoryError if the pools do not fit into memory.
     """
     started = perf_counter()
     options = RunOptions(
         flavour=flavour, backend=backend, max_records=max_records, snapshot_slots=snapshot_slots, seed=seed,
-        verify=verify, progress=progress,
+        verify=verify, progress=progress, recorder=recorder,
     )  # fmt: skip
     running = (_Scheduler if flavour.live else StaticScheduler)(workload, size, options)
     running.run()

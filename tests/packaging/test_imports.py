@@ -35,6 +35,10 @@ ALLOWED = {
         "attrs", "numpy", "pytest", "hypothesis",
         "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
     ),
+    "context_cache.coordinator.traces": (
+        "attrs", "numpy", "msgspec", "opentelemetry",
+        "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
+    ),
     "context_cache.coordinator.cli": (
         "attrs", "numpy", "click", "msgspec", "rich", "transitions",
         "context_cache.coordinator", "context_cache.machines", "context_cache.backends", "context_cache.diagrams",
@@ -94,6 +98,7 @@ def test_a_module_imports_only_what_its_room_may(path):
         ("context_cache.backends.host", "import cupy"),
         ("context_cache.coordinator.coordinator", "def late():\n    import cupy.cuda"),
         ("context_cache.coordinator.coordinator", "from context_cache import diagrams"),
+        ("context_cache.coordinator.coordinator", "from opentelemetry import trace"),
         ("context_cache.coordinator.manager.pools", "from context_cache.machines.spec import State"),
         ("context_cache.coordinator.manager.pools", "from ...backends import base"),
         ("context_cache.coordinator.manager.pools", "from ..coordinator import ContextCacheCoordinator"),

@@ -1,0 +1,340 @@
+"""Recording: every public call of a coordinator and every step that it caused, as lines of a trace.
+
+Rule 1: a recorder never stops a request. Whatever goes wrong in it switches it off and is logged; the coordinator goes
+on, and the trace is good up to there.
+Rule 2: what is written is decided by the calls alone. No clock, no address, no digest; two runs of one script write the
+same bytes. Times go to a file beside the trace.
+Rule 3: a decode step is recorded without looking at its sequences: its lines are the ones of the step before, but for
+the tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from context_cache.backends.base import LifecycleDevice
+from context_cache.coordinator.core import Core, Request
+from context_cache.coordinator.errors import ContractViolation
+from context_cache.coordinator.identity import BlockHasher
+from context_cache.coordinator.manager import ResourceType
+from context_cache.coordinator.traces.doors import Acts, NotedAct, WatchedDevice, watched_publisher
+from context_cache.coordinator.traces.encode import Encoder
+from context_cache.coordinator.traces.format import Identity
+from context_cache.coordinator.traces.header import header_of
+from context_cache.coordinator.traces.identities import IdentityBook, ScriptedHasher, WatchedHasher
+from context_cache.coordinator.traces.journal import JournaledFile, journal_of
+from context_cache.coordinator.traces.steady import SteadyCall, StepLines, steady_call
+from context_cache.coordinator.watching import Publisher
+from context_cache.machines import REQUEST, Step, StepParts
+
+__all__ = ["CallRecorder", "Sink", "TraceFiles", "TraceRecorder", "timings_of", "tokens_of"]
+
+_log = logging.getLogger("context_cache.traces")
+
+_KEPT_MAX: Final = 8192
+_TIMES_MAX: Final = 8192
+_REQUEST: Final = REQUEST.name
+
+
+def tokens_of(path: str | os.PathLike[str]) -> str:
+    """Where the token ids of a trace lie: raw little-endian int32."""
+    return f"{os.fspath(path)}.tokens"
+
+
+def timings_of(path: str | os.PathLike[str]) -> str:
+    """Where the times of a trace lie: little-endian int64 rows (step, act or -1, begin, end), nanoseconds.
+
+    A row with -1 is a call, under the number of its last step; act 0, 1, ... are what that step of a request did.
+    """
+    return f"{os.fspath(path)}.timings"
+
+
+class Sink(Protocol):
+    """Where lines, token ids and times go. Whatever it raises switches the recorder off."""
+
+    @property
+    def line(self) -> Callable[[bytes], object]:
+        """Takes the header, or one call with its steps, complete with line ends."""
+
+    @property
+    def tokens(self) -> Callable[[bytes], int] | None:
+        """Takes raw little-endian int32 token ids and says at which byte they begin; None: they are not wanted."""
+
+    def times(self, rows: npt.NDArray[np.int64]) -> None:
+        """int64[n, 4]; see :func:`timings_of`."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class CallRecorder:
+    """Turns what happens at one coordinator into lines for a sink; give it as ``recorder`` and to no other.
+
+    sink:   one that wants no tokens gets no digests of the caller either: such a trace is replayed by ordinals alone.
+    seed:   written into the header, for the reader.
+    timed:  whether the sink wants times.
+    script: answers for the block hashes (a redacted trace that is replayed); None: real hashes.
+
+    take:   takes the parts of a step (see ``machines.PartsRecorder``).
+    """
+
+    looks_before: frozenset[str] = frozenset({"compact_batch"})
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        seed: int | None = None,
+        timed: bool = False,
+        script: Iterator[Identity] | None = None,
+    ) -> None:
+        self._sink = sink
+        self._line: Callable[[bytes], object] = sink.line
+        self._seed = seed
+        self._script = script
+        # Steps and acts of the call in progress, as they came. Taking one is an append and nothing else: what they
+        # look like as lines is worked out once for the whole call, and mostly known from the call before.
+        self._happened: list[StepParts | NotedAct] = []
+        self.take: Callable[[StepParts], None] = self._happened.append
+        self.acts: Final = Acts(self._happened.append)
+        self._device: WatchedDevice | None = None
+        self._book = IdentityBook()
+        self._encoder: Encoder | None = None
+        self.failure: BaseException | None = None
+        self._off = False
+        self._lines = StepLines()
+        self._steady: dict[str, SteadyCall] = {}
+        self._timed = timed
+        self._times: list[tuple[int, int, int, int]] = []
+        self.began_at = 0
+        self.steps = 0
+
+    def before_answers(self, ask: Callable[[int], None]) -> None:
+        """Let ``ask`` know the number of each identity before it is worked out; it may raise."""
+        self._book.before = ask
+
+    # What the coordinator asks once ---------------------------------------------------------------------------------
+
+    def hasher(self, hasher: BlockHasher) -> BlockHasher:
+        if self._device is not None:
+            raise ContractViolation("this recorder records a coordinator already; give each coordinator its own")
+        if self._script is not None:
+            return ScriptedHasher(self._book, self._script)
+        return WatchedHasher(hasher, self._book)
+
+    def device(self, device: LifecycleDevice) -> LifecycleDevice:
+        self._device = WatchedDevice(device, self.acts)
+        return self._device
+
+    def publisher(self, publisher: Publisher) -> Publisher:
+        return watched_publisher(publisher, self.acts)
+
+    def attach(self, core: Core) -> None:
+        manager = core.manager
+        used = any(manager.pools.free_count(kind) != manager.pools.capacity(kind) for kind in ResourceType)
+        if used or len(manager.records):
+            raise ContractViolation("a trace begins with an empty manager; the given one has pages or records in use")
+        assert self._device is not None, "the coordinator asks for the device first"
+        self._device.attach(core)
+        self._encoder = Encoder(core, self._sink.tokens)
+        header = header_of(core, tokens=self._sink.tokens is not None, seed=self._seed)
+        try:
+            self._sink.line(msgspec.json.encode(header) + b"\n")
+        except Exception as error:
+            self._switch_off(error)
+
+    # What happens -----------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        if self._encoder is not None:
+            self._encoder.look()
+
+    def returned(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        happened = self._happened
+        if self._off:
+            happened.clear()
+            return
+        try:
+            # Most calls are the call of a moment ago, made again. This is on the way of every decode step, so it is
+            # one comparison in the interpreter's own code, and nothing is put into words twice.
+            steady = self._steady.get(name)
+            if steady is not None and steady.steps == happened and not options and not self._book.answers:
+                line = steady.line(arguments, result)
+                if line is not None:
+                    self._line(line)
+                    self.steps += steady.count
+                    if self._timed:
+                        self._times.append((self.steps, -1, self.began_at, perf_counter_ns()))
+                        if len(self._times) >= _TIMES_MAX:
+                            self._give_times()
+                    happened.clear()
+                    return
+            self._write(name, arguments, options, result, None)
+        except Exception as failure:
+            self._switch_off(failure)
+        except BaseException as interrupt:
+            # A trace has no holes: what an interrupt tore apart ends it.
+            self._switch_off(interrupt)
+            raise
+
+    def raised(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], error: BaseException) -> None:
+        if self._off:
+            self._happened.clear()
+            return
+        try:
+            self._write(name, arguments, options, None, error)
+        except Exception as failure:
+            self._switch_off(failure)
+
+    def dropped(self, request: Request, drop: Callable[[], None]) -> None:
+        self.began_at = perf_counter_ns()
+        raised: BaseException | None = None
+        try:
+            drop()
+        except BaseException as error:
+            raised = error
+            raise
+        finally:
+            try:
+                if not self._off and self._encoder is not None:
+                    lines, steps = self._lines.of(self._happened)
+                    self._finish(self._encoder.close(request.id, raised) + lines, steps)
+            except Exception as failure:
+                self._switch_off(failure)
+
+    def record(self, step: Step) -> None:
+        """A whole step instead of its parts."""
+        self.take((step.subject, step.firing, step.ran, step.slots, step.failed))
+
+    def close(self) -> None:
+        """Write what is still to be written. The coordinator may live on; it is not recorded any more."""
+        if self._off:
+            return
+        try:
+            self._give_times()
+            self._sink.close()
+        except OSError as error:
+            self._switch_off(error)
+        self._off = True
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _write(
+        self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], result: Any, error: BaseException | None
+    ) -> None:
+        """The lines of a call that is not like the one before."""
+        encoder, happened = self._encoder, self._happened
+        assert encoder is not None, "calls come to a coordinator that was attached"
+        answers = self._book.take()
+        head = encoder.call(name, arguments, options, result, error, answers)
+        lines, steps = self._lines.of(happened)
+        if error is None and not answers:
+            steady = steady_call(name, encoder, arguments, result, happened, head, lines)
+            if steady is not None:
+                self._steady[name] = steady
+        self._finish(head + lines, steps)
+
+    def _finish(self, lines: bytes, steps: int) -> None:
+        """Write a call and its steps in one piece, number the steps and keep their times."""
+        happened = self._happened
+        self._line(lines)
+        if self._timed and steps:
+            ended = perf_counter_ns()
+            if steps < len(happened):
+                _note_acts(self._times, self.steps, happened)
+            self._times.append((self.steps + steps, -1, self.began_at, ended))
+            if len(self._times) >= _TIMES_MAX:
+                self._give_times()
+        self.steps += steps
+        happened.clear()
+        self.acts.next_call()
+
+    def _give_times(self) -> None:
+        if self._times:
+            times, self._times = self._times, []
+            self._sink.times(np.array(times, "<i8"))
+
+    def _switch_off(self, error: BaseException) -> None:
+        self._off = True
+        self._happened.clear()
+        self.failure = error
+        _log.error("the trace recorder failed and is switched off; the coordinator goes on", exc_info=error)
+
+
+class TraceRecorder(CallRecorder):
+    """Records one coordinator into ``path``, with ``path.tokens`` and ``path.timings`` beside it.
+
+    Give it as ``recorder`` when the coordinator is built, and close it (or leave its ``with`` block) at the end. Each
+    call is safe against a death of the process as soon as it has returned. An existing trace is replaced.
+
+    Raises OSError when the files cannot be made; later errors of the disk switch the recorder off and are logged.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, redact: bool = False, seed: int | None = None, timings: bool = True
+    ) -> None:
+        super().__init__(TraceFiles(path, redact=redact, timings=timings), seed=seed, timed=timings)
+
+    def __enter__(self) -> TraceRecorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TraceFiles:
+    """The three files of a trace."""
+
+    def __init__(self, path: str | os.PathLike[str], *, redact: bool, timings: bool) -> None:
+        self._open: list[JournaledFile] = []
+        try:
+            self.line: Callable[[bytes], object] = self._make(path).append
+            self.tokens: Callable[[bytes], int] | None = None if redact else self._make(tokens_of(path)).append
+            self._timings = self._make(timings_of(path)) if timings else None
+        except BaseException:
+            for file in self._open:
+                file.abandon()
+            raise
+        for unused, name in ((redact, tokens_of(path)), (not timings, timings_of(path))):
+            if unused:
+                # What an earlier trace of this name left would be taken for this one's; it may have died, too.
+                for left in (name, journal_of(name)):
+                    if os.path.exists(left):
+                        os.unlink(left)
+
+    def _make(self, path: str | os.PathLike[str]) -> JournaledFile:
+        file = JournaledFile(path)
+        self._open.append(file)
+        return file
+
+    def times(self, rows: npt.NDArray[np.int64]) -> None:
+        if self._timings is not None:
+            self._timings.append(rows.tobytes())
+
+    def close(self) -> None:
+        for file in self._open:
+            file.close()
+
+
+def _note_acts(times: list[tuple[int, int, int, int]], steps: int, happened: list[StepParts | NotedAct]) -> None:
+    """Times of acts, under the step of a request that follows them."""
+    waiting: list[NotedAct] = []
+    for item in happened:
+        if isinstance(item, NotedAct):
+            waiting.append(item)
+            continue
+        steps += 1
+        if item[1].machine == _REQUEST:
+            times.extend((steps, index, act.begin, act.end) for index, act in enumerate(waiting))
+            waiting.clear()
