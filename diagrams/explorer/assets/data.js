@@ -64,6 +64,12 @@ class Trace {
     return subjects;
   }
 
+  // The subject of a step, as an index.
+  subjectWith(step) {
+    const name = this.words[this.subjectOf[step]];
+    return this.subjects.findIndex((subject) => subject.name === name);
+  }
+
   step(step) {
     const call = this.callOf[step];
     return {

@@ -82,14 +82,12 @@ function start() {
     makePlayer();
     makeFilters();
     const step = makeAddress();
-    // A request is what one came for; everything is the first entry all the same.
-    const first = trace.subjects.findIndex((subject) => trace.kinds[trace.kindOf[subject.steps[0]]].machine === "request" && subject.name !== null);
-    if (step !== ABSENT) goToAnyStep(step);
-    else {
-      looking.subject = Math.max(0, first);
-      collectSteps();
-      tell("subjects");
-    }
+    // A request is what one came for; without any, everything.
+    const first = trace.kindOf.findIndex((kind) => trace.kinds[kind].machine === "request");
+    looking.step = step === ABSENT ? Math.max(0, first) : step;
+    looking.subject = first === ABSENT && step === ABSENT ? 0 : trace.subjectWith(looking.step);
+    collectSteps();
+    tell("subjects");
     makeKeys(picture, requests);
   } else {
     makeKeys(picture, null);

@@ -2,7 +2,7 @@
 
 const FULL = 4 / 3; // CSS pixels of a point
 const ZOOM_MIN = 0.1, ZOOM_MAX = 4;
-const FOLLOWED = [1, 0.8, 0.6, 0.45];
+const FOLLOWED = [1, 0.8, 0.6]; // sizes that can still be read
 
 function makePicture() {
   const canvas = byId("canvas");

@@ -38,7 +38,7 @@ function sentence(step, at, count) {
   return `Step ${at + 1} of ${count}: ${trace.words[trace.subjectOf[step]]} ${kind.event}, ${way}, ${kind.outcome.replace("_", " ")}`;
 }
 
-// One column of the strip for each pixel: the state that its first step led to, and above it whether any went wrong.
+// One column for each pixel: the state that its first step led to, and above it whether any of its steps went wrong.
 function drawStrip(strip, dark) {
   const width = strip.clientWidth, height = strip.clientHeight, count = looking.shown.length;
   if (!width) return;
@@ -60,7 +60,7 @@ function drawStrip(strip, dark) {
     pen.fillRect(x, strip.height * 0.35, 1, strip.height * 0.65);
     if (trouble) {
       pen.fillStyle = trouble === "failed" ? red : amber;
-      pen.fillRect(x, 0, Math.max(1, ratio), strip.height);
+      pen.fillRect(x, 0, Math.max(1, ratio), strip.height * 0.3);
     }
   }
 }

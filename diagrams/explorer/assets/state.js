@@ -42,10 +42,9 @@ function goToStep(step) {
 
 // A step wherever it is: of another subject, or one that a filter hides.
 function goToAnyStep(step) {
-  const name = trace.words[trace.subjectOf[step]];
-  const passing = trace.subjects[looking.subject].name === null || trace.subjects[looking.subject].name === name;
+  const own = trace.subjectWith(step);
   if (!looking.passes[trace.kindOf[step]]) clearFilters();
-  if (!passing) looking.subject = trace.subjects.findIndex((subject) => subject.name === name);
+  if (trace.subjects[looking.subject].name !== null) looking.subject = own;
   looking.step = step;
   collectSteps();
   tell("subjects");

@@ -79,14 +79,13 @@ function rowTable(machine) {
 
 function stateTable(machine) {
   const entered = (state) => trace.fired.states.get(`${machine.name} ${state}`) || 0;
-  const head = ["state", "phase", "meaning", "holds", "kind", "on entry", ...(trace ? ["entered"] : [])];
+  const head = ["state and phase", "meaning", "holds", "on entry", ...(trace ? ["entered"] : [])];
+  const marks = (state) => [state.name === machine.initial && "initial", state.final && "final",
+    state.outstanding && "device work may be outstanding"].filter(Boolean).join(", ");
   const rows = machine.states.map((state) => el("tr", {"data-state": state.name},
-    el("th", {scope: "row"}, stateName(state.name)),
-    el("td", null, state.phase),
-    el("td", null, state.meaning),
+    el("th", {scope: "row"}, stateName(state.name), el("div", {class: "soft"}, state.phase)),
+    el("td", null, state.meaning, el("div", {class: "soft"}, marks(state))),
     el("td", null, state.holds),
-    el("td", null, [state.name === machine.initial && "initial", state.final && "final", state.outstanding && "device work outstanding"]
-      .filter(Boolean).join(", ")),
     el("td", null, stepList(state.on_enter)),
     ...(trace ? [el("td", {class: "number"},
       countButton(entered(state.name), machine.name, {state: state.name}, `state ${state.name}`))] : []),
