@@ -1,32 +1,50 @@
-"""The committed pages that show tables and pictures: what they must say, from the specs."""
+"""The committed page that shows every machine: pictures and tables, from the specs."""
 
 from __future__ import annotations
 
 from context_cache.diagrams.markdown import to_markdown
-from context_cache.diagrams.mermaid import to_mermaid
-from context_cache.machines import ALL_MACHINES, REQUEST
+from context_cache.machines import ALL_MACHINES
 
-__all__ = ["lifecycles_page", "request_picture"]
+__all__ = ["lifecycles_page"]
 
+_HEAD = """# Lifecycles
 
-def request_picture() -> str:
-    """The picture of a request's life as a Markdown block, as the README shows it."""
-    return f"```mermaid\n{to_mermaid(REQUEST)}```\n"
+Made from the tables in `machines/` by `./dev draw`; a test holds this page and the pictures to them.
+
+How to read a picture:
+
+* A box is a state, with what its owner holds in it. A yellow box has device work outstanding. A double border is final.
+* A solid arrow is an event: row numbers, event, guards, then the steps in order. The colour of the numbers says what
+  the rows ask of the device at most: nothing, enqueued work, or waiting.
+* A dashed red arrow is a way that only an error takes. A failure that several states of a phase share is drawn once,
+  from a small dashed box, and said in the box of each state that has it.
+* Rows that stay in their state are lines in its box. "also if" names failures that end where success does.
+* In the picture of the request a letter stands for a list of steps; the key is below the picture.
+* Purple is another machine: a step `machine.event` offers an event to it.
+
+`context-cache draw request --around STATE` shows one state with its rows in full.
+
+## All machines
+
+![The machines and their couplings](../diagrams/rendered/overview.svg)
+
+Three events of `coordinator` are offered by calls and not by rows, so no arrow has them: `clearing_failed` when the
+upload of cleared rows raises at an end of life, `invariant_broken` when a call finds the bookkeeping contradicting
+itself, and `shutdown`.
+
+## The phases of a request
+
+![The phases of a request](../diagrams/rendered/request-phases.svg)
+"""
 
 
 def lifecycles_page() -> str:
     """``docs/lifecycles.md``: every machine, picture and table."""
-    head = (
-        "# Lifecycles\n\n"
-        "Made from the tables in `machines/` by `python -m context_cache.diagrams.pages`; a test holds this page to "
-        "them.\n\nIn the pictures a dashed arrow is a way that only an error takes, rows between the same two states "
-        "are one arrow, and rows that stay in their state are left to the table. In the tables the steps of a row run "
-        "from left to right; `machine.event` is an event offered to another machine.\n"
-    )
-    parts = [head]
+    parts = [_HEAD]
     for spec in ALL_MACHINES:
         title, rest = to_markdown(spec).split("\n", 1)
-        parts.append(f"\n{title}\n\n```mermaid\n{to_mermaid(spec)}```\n{rest}")
+        picture = f"![The lifecycle of {spec.name}](../diagrams/rendered/{spec.name}.svg)"
+        parts.append(f"\n{title}\n\n{picture}\n{rest}")
     return "".join(parts)
 
 

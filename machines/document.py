@@ -20,16 +20,16 @@ FORMAT: Final = 1
 
 Document: TypeAlias = dict[str, Any]
 
-_WORDS: Final = frozenset({"meaning", "holds"})
+_WORDS: Final = frozenset({"meaning", "holds", "region"})
 
 
 def document(spec: MachineSpec) -> Document:
     """``spec`` as JSON values: ``format, name, initial, follows, states, rows``, everything in table order.
 
-    A state has ``name, phase, meaning, holds, outstanding, final, on_enter``; a row ``row`` (its number), ``event,
-    source, target, guards`` (as ``name`` or ``not name``), ``steps, failure_steps, publish_failure_steps, on_failure,
-    on_drain_failure, on_publish_failure, work_ended, hot``. A step is ``{"kind": ..., "name": ...}`` with the kinds
-    ``host``, ``publish``, ``enqueue``, ``clear``, ``wait`` and ``couple``.
+    A state has ``name, phase, region, meaning, holds, outstanding, final, on_enter``; a row ``row`` (its number),
+    ``event, source, target, guards`` (as ``name`` or ``not name``), ``steps, failure_steps, publish_failure_steps,
+    on_failure, on_drain_failure, on_publish_failure, work_ended, hot``. A step is ``{"kind": ..., "name": ...}`` with
+    the kinds ``host``, ``publish``, ``enqueue``, ``clear``, ``wait`` and ``couple``.
     """
     return {
         "format": FORMAT,
@@ -55,6 +55,7 @@ def _state(state: State) -> Document:
     return {
         "name": state.name,
         "phase": state.phase,
+        "region": state.region,
         "meaning": state.meaning,
         "holds": state.holds,
         "outstanding": state.outstanding,

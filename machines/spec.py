@@ -10,8 +10,9 @@ Rule 3: a row names the end of every failure that its steps can have, and no oth
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Final, TypeAlias
 
 from attrs import field, frozen
@@ -137,6 +138,7 @@ class State:
     """One state. ``holds`` is what a subject owns in it, in words for the drawing.
 
     phase:        the group a reader meets in the picture.
+    region:       the part of its phase, where a phase has parts; words for the drawing.
     outstanding:  device work may be pending. Such a state is entered *before* the first step of a row that leads to
                   it, so that whatever interrupts the row, the end of life drains. All others are entered after the
                   last step.
@@ -147,6 +149,7 @@ class State:
     name: str
     meaning: str
     phase: str = ""
+    region: str = ""
     holds: str = ""
     outstanding: bool = False
     final: bool = False
@@ -446,15 +449,9 @@ class MachineSpec:
                 raise SpecError(f"{self.name}: no event leaves {state.name!r}; add a row or mark it final")
 
     def _check_group(self, source: str, event: str, group: list[Row]) -> None:
-        for one, other in _pairs(group):
+        for one, other in itertools.combinations(group, 2):
             if not _exclusive(one.transition, other.transition):
                 raise SpecError(
                     f"{self.name}: rows {one.number} and {other.number} both answer {event!r} in {source!r}; "
                     "give one a guard g and the other Not(g)"
                 )
-
-
-def _pairs(group: list[Row]) -> Iterator[tuple[Row, Row]]:
-    for index, one in enumerate(group):
-        for other in group[index + 1 :]:
-            yield one, other

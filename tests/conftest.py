@@ -207,7 +207,7 @@ class Harness:
         self.table = self.resources.base_page_table
         self.cache_manager = self.resources.base_cache
         self.sync = SynchronizerUnderTest(self.host, self.recording.log)
-        self.recorder = RecordedSteps()
+        self.recorder = self.Recorder()
         self.coordinator = ContextCacheCoordinator(
             ContextCacheConfig(enabled=True, max_records=max_records, drain_timeout_seconds=drain_timeout_seconds),
             self.deployment,

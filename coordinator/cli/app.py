@@ -48,7 +48,31 @@ def _replay() -> click.Command:
     return replay_command
 
 
-_LATE: Final[dict[str, Callable[[], click.Command]]] = {"bench": _bench, "replay": _replay}
+def _coverage() -> click.Command:
+    from context_cache.coordinator.cli.covering import coverage_command
+
+    return coverage_command
+
+
+def _draw() -> click.Command:
+    from context_cache.coordinator.cli.drawing import draw_command
+
+    return draw_command()
+
+
+def _diff() -> click.Command:
+    from context_cache.coordinator.cli.diffing import diff_command
+
+    return diff_command()
+
+
+_LATE: Final[dict[str, Callable[[], click.Command]]] = {
+    "bench": _bench,
+    "coverage": _coverage,
+    "diff": _diff,
+    "draw": _draw,
+    "replay": _replay,
+}
 """Commands that are imported only when they are asked for."""
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import click
 import msgspec
+from attrs import asdict
 from rich.console import Console
 
 from context_cache.backends import BackendUnavailable
 from context_cache.coordinator.cli.app import DoesNotHold, Unusable
 from context_cache.coordinator.cli.differing import print_call, print_difference
 from context_cache.coordinator.cli.progress import LateProgress
+from context_cache.coordinator.traces.perfetto import write_perfetto
 from context_cache.coordinator.traces.reader import Group, TraceError
 from context_cache.coordinator.traces.replay import Difference, ReplayResult, replay
 from context_cache.coordinator.traces.shrink import Shrunk, shrink
@@ -39,6 +41,8 @@ _MIB = 2**20
               help="Leave out requests, calls and tokens as long as it fails in the same way, and write what is left.")
 @click.option("--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True, metavar="S",
               help="With --shrink: take the smallest trace found after this long.")
+@click.option("--perfetto", type=click.Path(dir_okay=False), metavar="OUT",
+              help="Instead of replaying: write the trace with its times as a picture for ui.perfetto.dev.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
               help="With --shrink: where to write.  [default: FILE with .min before its suffix]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")  # fmt: skip
@@ -50,6 +54,7 @@ def replay_command(
     memory: float,
     shrinking: bool,
     seconds: float,
+    perfetto: str | None,
     output: str | None,
     as_json: bool,
 ) -> None:
@@ -64,18 +69,23 @@ def replay_command(
       context-cache run --trace t.jsonl
       context-cache replay t.jsonl
       context-cache replay t.jsonl --until 20 --step
+      context-cache replay t.jsonl --perfetto t.perfetto.json
       context-cache replay broken.jsonl --shrink -o tests/traces/broken.jsonl
     """
     if output is not None and not shrinking:
         raise Unusable("--output says where a shrunk trace goes; add --shrink")
     if shrinking and (until is not None or by_step):
         raise Unusable("--shrink replays the whole trace many times; leave --until and --step out")
+    if perfetto is not None and (shrinking or until is not None or by_step):
+        raise Unusable("--perfetto draws the trace as it was recorded; leave --shrink, --until and --step out")
     if by_step and as_json:
         raise Unusable("--step shows every call and --json prints one object; choose one of them")
     # What is replayed may fail on purpose a thousand times; the comparison says all there is to say.
     logging.getLogger("context_cache").setLevel(logging.CRITICAL)
     try:
-        if shrinking:
+        if perfetto is not None:
+            _draw(trace, perfetto, as_json)
+        elif shrinking:
             _shrink(trace, output, backend, memory, seconds, as_json)
         else:
             _replay(trace, backend, until, by_step, memory, as_json)
@@ -161,6 +171,21 @@ def _wait() -> None:
         answer = click.prompt("Enter: next call, q: stop", default="", show_default=False, prompt_suffix=" ")
         if answer.strip().lower().startswith("q"):
             raise click.exceptions.Exit(0)
+
+
+def _draw(trace: str, out: str, as_json: bool) -> None:
+    try:
+        drawn = write_perfetto(trace, out)
+    except OSError as error:
+        if not os.path.isfile(trace):
+            raise
+        raise Unusable(f"--perfetto {out}: cannot be written ({error.strerror}); name another file") from None
+    if as_json:
+        click.echo(json.dumps({"output": out, **asdict(drawn)}))
+        return
+    click.echo(f"{out}: {drawn.steps} transitions of {drawn.calls} calls; open it in https://ui.perfetto.dev")
+    if drawn.untimed:
+        click.echo(f"context-cache: the last {drawn.untimed} calls have no times and were left out", err=True)
 
 
 def _shrink(

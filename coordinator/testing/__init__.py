@@ -6,6 +6,7 @@ sides. It is slow (it looks at every page) and meant for tests; call it at any m
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import numpy as np
@@ -17,7 +18,7 @@ from context_cache.coordinator.ledger import BOUND, CAPTURE_NONE, LEASED, QUARAN
 from context_cache.coordinator.manager import ResourceType
 from context_cache.coordinator.page_table import KVPageTable
 
-__all__ = ["check_invariants", "page_owners"]
+__all__ = ["assert_replays", "check_invariants", "page_owners"]
 
 _TOKEN_STATES = frozenset(
     {
@@ -25,6 +26,17 @@ _TOKEN_STATES = frozenset(
         "compacting",
     }
 )  # fmt: skip
+
+
+def assert_replays(path: str | os.PathLike[str], *, backend: str = "host") -> None:
+    """Replay a recorded trace on a fresh coordinator; every transition must come out as recorded.
+
+    Raises AssertionError with the first difference, side by side; ImportError without the extra ``cli``, which brings
+    what reads traces.
+    """
+    from context_cache.coordinator.testing.replaying import assert_replays as replay_and_compare
+
+    replay_and_compare(path, backend=backend)
 
 
 def check_invariants(coordinator: ContextCacheCoordinator) -> None:

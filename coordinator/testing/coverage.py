@@ -20,6 +20,14 @@ __all__ = ["COUNTED", "FORMAT", "Coverage", "CoverageError", "Need", "needs"]
 FORMAT: Final = "context-cache-coverage"
 COUNTED: Final = tuple(spec for spec in ALL_MACHINES if spec.follows is None)
 
+_BY_DRAIN: Final = {
+    (spec.name, number, row.on_drain_failure)
+    for spec in COUNTED
+    for number, row in enumerate(spec.transitions)
+    if row.on_drain_failure not in (None, row.on_failure, row.on_publish_failure)
+}
+"""Ends of rows that only a failed drain leads to."""
+
 Fact: TypeAlias = tuple[str, ...]
 """(machine, kind, ...) of something that was seen or is needed."""
 
@@ -87,22 +95,26 @@ class Coverage:
             return
         self._known.add(key)
         self._kept.append(step.firing)
-        self.add(step.machine, step.row, step.event, step.source, step.guards, step.outcome)
+        self.add(step.machine, step.row, step.event, (step.source, step.target), step.guards, step.outcome)
 
     def add(
         self,
         machine: str,
         row: int,
         event: str,
-        source: str,
+        ends: tuple[str, str],
         guards: Iterable[tuple[str, bool]],
         outcome: str,
     ) -> None:
-        """Note one step by its parts."""
+        """Note one step by its parts. ends: where it came from and where it went."""
+        source, target = ends
         if row >= 0:
             self.seen.add((machine, "row", str(row)))
         if outcome in ("failed", "drain_failed", "publish_failed"):
             self.seen.add((machine, "failure", str(row), outcome))
+            if (machine, row, target) in _BY_DRAIN:
+                # An action failed, and then the drain of the way out did.
+                self.seen.add((machine, "failure", str(row), "drain_failed"))
         for name, held in guards:
             self.seen.add((machine, "guard", source, event, name, str(held)))
 

@@ -33,6 +33,8 @@ TokenSource = Callable[[int, int, int], Int32Array]
 """(offset, count, line) -> token ids; raises TraceError."""
 
 _E = TypeVar("_E", bound=enum.Enum)
+_TOKENS_OF_A_CALL_MAX: Final = 2**26
+_MEDIA_BEYOND_MAX: Final = 2**20
 
 
 def offsets_of(record: lines.CallRecord) -> list[int]:
@@ -65,6 +67,7 @@ def _prepared(record: lines.CallRecord, stage: Stage, tokens: TokenSource, line:
         case lines.Unusable():
             return _refused(record, coordinator, handle, line)
         case lines.AdmitSequence():
+            _check_positions([record.sequence], line)
             sequence = _sequence(record.sequence, tokens, line)
             headroom = DecodingKvHeadroom(*record.headroom)
             return lambda: coordinator.admit_sequence(handle, sequence, headroom)
@@ -107,7 +110,19 @@ def _prepared(record: lines.CallRecord, stage: Stage, tokens: TokenSource, line:
             return lambda: coordinator.finish(handle)
 
 
+def _check_positions(sequences: list[lines.Sequence], line: int) -> None:
+    """A call that would fill memory is no call of a runtime. Media that do not fit their tokens are: it is refused."""
+    tokens = sum(sequence.tokens[1] for sequence in sequences)
+    media = sum(times for sequence in sequences for _, times in sequence.media)
+    if tokens > _TOKENS_OF_A_CALL_MAX or media > tokens + _MEDIA_BEYOND_MAX:
+        raise TraceError(
+            f"line {line}: {tokens} tokens and media for {media} positions, more than any call of a runtime has; the "
+            "line was edited"
+        )
+
+
 def _begin(record: lines.BeginRequest, stage: Stage, tokens: TokenSource, line: int) -> Callable[[], None]:
+    _check_positions(record.sequences, line)
     try:
         admission = ContextCacheBatchAdmission(
             tuple(_sequence(sequence, tokens, line) for sequence in record.sequences),
@@ -143,9 +158,10 @@ _ARGUMENTS: Final = {
     "begin_request": 2, "admit_sequence": 2, "finalize_prefill_publication": 1, "finalize_sequence_admission": 2,
     "complete_decode_step": 1, "prepare_decode_step": 1, "begin_batch_compaction": 3,
     "publish_hybrid_mtp_endpoint": 4, "restore_hybrid_mtp_boundary_hidden": 3, "prepare_prefill": 0,
-    "enqueue_prefill_captures": 0, "compact_batch": 0, "retract_sequence_admission": 0, "finish": 0,
+    "enqueue_prefill_captures": 0, "compact_batch": 0, "retract_sequence_admission": 0, "finish": 0, "shutdown": 0,
 }  # fmt: skip
 """How many arguments a call has behind its request (begin_request: behind the admission)."""
+_TOO_MANY: Final = 9
 
 
 def _refused(
@@ -169,8 +185,11 @@ def _refused(
         "compact_batch": coordinator.compact_batch,
         "retract_sequence_admission": coordinator.retract_sequence_admission,
         "finish": coordinator.finish,
+        "shutdown": coordinator.shutdown,
     }
-    strange = [object() for _ in range(_ARGUMENTS[record.call])]
+    # A wrong number of arguments is Python's to refuse, the rest is the coordinator's.
+    count = _TOO_MANY if record.raised == TypeError.__name__ else _ARGUMENTS[record.call]
+    strange = [object() for _ in range(count)]
     return lambda: methods[record.call](handle, *strange)
 
 
@@ -178,8 +197,6 @@ def _sequence(record: lines.Sequence, tokens: TokenSource, line: int) -> Context
     at, count = record.tokens
     media: list[Digest | None] = []
     for digest, times in record.media:
-        if len(media) + times > max(count, 1):
-            raise TraceError(f"line {line}: media for more positions than the sequence has tokens")
         media += [None if digest is None else Digest(bytes.fromhex(digest))] * times
     try:
         return ContextCacheSequenceAdmission(

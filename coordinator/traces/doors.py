@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
-from attrs import frozen
+import msgspec
+from attrs import define
 
 from context_cache.backends.base import (
     DeviceArray,
@@ -28,6 +29,7 @@ from context_cache.coordinator.watching import Offer, Publisher
 __all__ = ["Acts", "NotedAct", "WatchedDevice", "error_name", "watched_publisher"]
 
 NOT_IDLE = "not_idle"
+_R = TypeVar("_R")
 
 
 def error_name(error: BaseException) -> str:
@@ -42,11 +44,11 @@ def error_name(error: BaseException) -> str:
     return name
 
 
-@frozen
+@define(eq=False)
 class NotedAct:
-    """An act between the steps of its call, with when it began and ended: ``perf_counter_ns``."""
+    """An act between the steps of its call: its line, and when it began and ended (``perf_counter_ns``)."""
 
-    act: Act
+    line: bytes
     begin: int
     end: int
 
@@ -56,13 +58,16 @@ class Acts:
 
     note:   takes each, in order.
     faults: (verb, n-th use of it in this call) -> what to raise, or the drain's result, instead of doing it.
+    armed:  the fault of the use in progress. What lies behind the door raises it where the first work would be
+            enqueued: a failed upload leaves the host unsure of its rows, and a fault at the door would not.
     """
 
-    __slots__ = ("_note_act", "_uses", "faults")
+    __slots__ = ("_note_act", "_uses", "armed", "faults")
 
     def __init__(self, note: Callable[[NotedAct], None]) -> None:
         self._note_act = note
         self.faults: dict[tuple[str, int], BaseException | DrainResult] = {}
+        self.armed: BaseException | None = None
         self._uses: Counter[str] = Counter()
 
     def next_call(self) -> None:
@@ -74,15 +79,14 @@ class Acts:
         nth = self._use(verb)
         begin = perf_counter_ns()
         try:
-            fault = self.faults.get((verb, nth)) if self.faults else None
-            if isinstance(fault, BaseException):
-                raise fault
-            enqueued = run()
+            enqueued = self._through(verb, nth, run)
         except BaseException as error:
             self._note(Act(verb=verb, digest=digest, failed=error_name(error), nth=nth), begin)
             raise
         if enqueued:
-            self._note(Act(verb=verb, digest=digest), begin)
+            self._note_act(
+                NotedAct(b'{"verb":"%b","digest":"%b"}' % (verb.encode(), digest.encode()), begin, perf_counter_ns())
+            )
         return enqueued
 
     def drain(self, run: Callable[[], DrainResult]) -> DrainResult:
@@ -103,20 +107,33 @@ class Acts:
         nth = self._use("publish")
         begin = perf_counter_ns()
         try:
-            fault = self.faults.get(("publish", nth)) if self.faults else None
-            if isinstance(fault, BaseException):
-                raise fault
-            run()
+            self._through("publish", nth, run)
         except BaseException as error:
             self._note(Act(verb="publish", slot=slot, failed=error_name(error), nth=nth), begin)
             raise
+
+    def fail_if_armed(self) -> None:
+        """Raise the fault of the use in progress, if there is one."""
+        if self.armed is not None:
+            raise self.armed
+
+    def _through(self, verb: str, nth: int, run: Callable[[], _R]) -> _R:
+        fault = self.faults.get((verb, nth)) if self.faults else None
+        if not isinstance(fault, BaseException):
+            return run()
+        self.armed = fault
+        try:
+            run()
+        finally:
+            self.armed = None
+        raise fault
 
     def _use(self, verb: str) -> int:
         self._uses[verb] += 1
         return self._uses[verb]
 
     def _note(self, act: Act, begin: int) -> None:
-        self._note_act(NotedAct(act, begin, perf_counter_ns()))
+        self._note_act(NotedAct(msgspec.json.encode(act), begin, perf_counter_ns()))
 
 
 def watched_publisher(publisher: Publisher, acts: Acts) -> Publisher:

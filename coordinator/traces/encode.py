@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, Final, TypeAlias
 
@@ -36,9 +36,13 @@ from context_cache.coordinator.types import (
     slot_tuple,
 )
 
-__all__ = ["Encoder"]
+__all__ = ["Encoder", "NotKept"]
 
 Fields: TypeAlias = dict[str, Any]
+
+
+class NotKept(Exception):
+    """Token ids could not be kept; the cause says why."""
 
 
 class Encoder:
@@ -61,7 +65,11 @@ class Encoder:
         """Keep token ids: at which offset, in tokens, or -1."""
         if self._tokens is None:
             return -1
-        return self._tokens((tokens if sys.byteorder == "little" else tokens.astype("<i4")).tobytes()) // 4
+        data = (tokens if sys.byteorder == "little" else tokens.astype("<i4")).tobytes()
+        try:
+            return self._tokens(data) // 4
+        except Exception as error:
+            raise NotKept from error
 
     def look(self) -> None:
         """Before compact_batch: see what it will change and a runtime may have set, the caches' active batches."""
@@ -83,10 +91,15 @@ class Encoder:
         raised = None if error is None else error_name(error)
         try:
             record = _ENCODERS[name](self, result, *arguments, **options)
-            line = msgspec.json.encode(replace(record, raised=raised, identity=identity))
+            if raised is not None or identity:
+                record = replace(record, raised=raised, identity=identity)
+            line = msgspec.json.encode(record)
             if error is not None:
                 # Arguments that were refused may be anything, also what no reader of the trace would take.
                 _DECODER.decode(line)
+        except NotKept:
+            # The arguments are well; the place for them is not.
+            raise
         except Exception:
             # Whatever is wrong with the arguments, the coordinator has refused them and said so to its caller.
             request = self.request_id(arguments[0] if arguments else options.get("request"))
@@ -111,6 +124,11 @@ class Encoder:
         """Id of a request by its handle; None if it is none of this coordinator's."""
         request = handle.request_of(self._core) if isinstance(handle, RequestHandle) else None
         return None if request is None else request.id
+
+    def _size(self, handle: RequestHandle) -> int:
+        if self.request_id(handle) is None:
+            raise TypeError("of a request of another coordinator nothing is known when the call is made again")
+        return handle.batch_size
 
     # Admission --------------------------------------------------------------------------------------------------
 
@@ -179,6 +197,8 @@ class Encoder:
         self, advances: BatchAdvance | list[ContextCacheSequenceAdvance], count: int, common: object
     ) -> Fields:
         batch = as_batch_advance(advances, count)
+        if isinstance(common, Iterator):
+            raise TypeError("what can be read once has been read by the call")
         return {
             "tokens": (self.keep_tokens(batch.token_ids), int(batch.token_ids.size)),
             "counts": batch.counts.tolist(),
@@ -191,7 +211,7 @@ class Encoder:
     ) -> lines.FinalizePrefill:
         return lines.FinalizePrefill(
             request=self.request_id(request),
-            **self._advance(advances, request.batch_size, common_state_lengths),
+            **self._advance(advances, self._size(request), common_state_lengths),
             status=_name(status),
         )
 
@@ -224,7 +244,7 @@ class Encoder:
     def _step(
         self, status: Status | None, request: RequestHandle, advances: Any, completed: list[int], common: object
     ) -> Fields:
-        fields = self._advance(advances, request.batch_size, common)
+        fields = self._advance(advances, self._size(request), common)
         found = request.request_of(self._core)
         plain = status is Status.OK and not completed and common is None and found is not None and found.plain_steps
         if plain and fields["counts"] == [1] * len(fields["counts"]):
@@ -276,7 +296,7 @@ class Encoder:
             request=self.request_id(request),
             slot=as_index(slot, "slot"),
             length=as_index(resident_length, "resident_length"),
-            hidden=_tensor(base_hidden),
+            hidden=_tensor(base_hidden, written=False),
             row=as_index(boundary_row, "boundary_row"),
             status=_name(status),
         )
@@ -321,12 +341,13 @@ def _headroom(headroom: DecodingKvHeadroom) -> tuple[int, int]:
     return (headroom.base_extra_tokens, headroom.draft_extra_tokens)
 
 
-def _tensor(tensor: DeviceArray) -> lines.Tensor:
+def _tensor(tensor: DeviceArray, *, written: bool = True) -> lines.Tensor:
     flags = getattr(tensor, "flags", None)
+    writable = not written or bool(getattr(flags, "writeable", True))
     return lines.Tensor(
         shape=[int(size) for size in tensor.shape],
         dtype=str(tensor.dtype),
-        plain=bool(getattr(flags, "c_contiguous", True) and getattr(flags, "writeable", True)),
+        plain=bool(getattr(flags, "c_contiguous", True)) and writable,
     )
 
 

@@ -6,7 +6,7 @@ redacted trace has no tokens; replaying it, a :class:`ScriptedHasher` gives the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from context_cache.coordinator.identity import BlockHasher, BlockKeyExtras, Digest, HashChain, Int32Array, Media
@@ -23,13 +23,22 @@ class NotAsked(Exception):
 
 
 class IdentityBook:
-    """Ordinals of digests, and the answers of the call in progress."""
+    """Ordinals of digests, and the answers of the call in progress.
 
-    __slots__ = ("_ordinals", "answers")
+    before: told of the number of the answer that is about to be given; may raise instead.
+    """
+
+    __slots__ = ("_ordinals", "answers", "before")
 
     def __init__(self) -> None:
         self._ordinals: dict[bytes, int] = {}
         self.answers: list[Identity] = []
+        self.before: Callable[[int], None] | None = None
+
+    def ask(self) -> None:
+        """An answer is about to be worked out."""
+        if self.before is not None:
+            self.before(len(self.answers))
 
     def take(self) -> list[Identity]:
         """The answers since the last time."""
@@ -77,6 +86,8 @@ class _WatchedChain(HashChain):
 
     def extend_to(self, tokens: Int32Array, media: Media = ()) -> None:
         before = len(self.digests)
+        if self._seated and tokens.size // self.page_size > before:
+            self._book.ask()
         if self._script is None:
             super().extend_to(tokens, media)
         elif self._seated and tokens.size // self.page_size > before:
@@ -85,6 +96,7 @@ class _WatchedChain(HashChain):
             self._book.more(self.digests[before:])
 
     def exact_digest(self, tokens: Int32Array, length: int, media: Media = ()) -> Digest:
+        self._book.ask()
         if self._script is None:
             digest = super().exact_digest(tokens, length, media)
         else:

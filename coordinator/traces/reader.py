@@ -34,6 +34,8 @@ __all__ = ["Group", "RecordedStep", "TraceError", "TraceReader", "decode_call", 
 
 _REDACTED_TOKENS_MAX: Final = 2**26
 _DECODER: Final = msgspec.json.Decoder(Record)
+_GROUP_BYTES_MAX: Final = 2**27
+"""A call is held in memory with its steps; they are short, and each of them is bounded."""
 _STEP: Final = b'{"line":"step",'
 
 
@@ -112,7 +114,7 @@ class TraceReader:
     def groups(self) -> Iterator[Group]:
         """The calls in order. Raises TraceError at the first line that is wrong."""
         group: Group | None = None
-        number = steps = 0
+        number = steps = size = 0
         while True:
             line = self._next_line()
             if not line or not line.endswith(b"\n"):
@@ -125,6 +127,12 @@ class TraceReader:
                         f"line {self._line}: call {number} has more than {STEPS_OF_A_CALL_MAX} steps, which no call "
                         "causes; the trace was edited"
                     )
+                size += len(line)
+                if size > _GROUP_BYTES_MAX:
+                    raise TraceError(
+                        f"line {self._line}: the steps of call {number} have more than {_GROUP_BYTES_MAX} bytes, which "
+                        "no recorder writes; the trace was edited"
+                    )
                 steps += 1
                 group.raw.append(line)
                 continue
@@ -135,11 +143,14 @@ class TraceReader:
                 raise TraceError(f"line {self._line}: a second header; two traces in one file must be split")
             if group is not None:
                 yield group
-            number += 1
+            number, size = number + 1, 0
             group = Group(number, self._line, record, steps + 1, [line])
         if line:
-            # A call is written in one piece, so the piece that ends in the middle of a line is the call's before it.
+            # A call is written in one piece. A torn step is the call's before it; a torn call leaves that one whole. Of
+            # a few bytes nobody can say which it is, so they count as a step.
             self.torn = True
+            if group is not None and not line.startswith(_STEP) and not _STEP.startswith(line):
+                yield group
         elif group is not None:
             yield group
 

@@ -27,11 +27,11 @@ from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.identity import BlockHasher
 from context_cache.coordinator.manager import ResourceType
 from context_cache.coordinator.traces.doors import Acts, NotedAct, WatchedDevice, watched_publisher
-from context_cache.coordinator.traces.encode import Encoder
+from context_cache.coordinator.traces.encode import Encoder, NotKept
 from context_cache.coordinator.traces.format import Identity
 from context_cache.coordinator.traces.header import header_of
 from context_cache.coordinator.traces.identities import IdentityBook, ScriptedHasher, WatchedHasher
-from context_cache.coordinator.traces.journal import JournaledFile
+from context_cache.coordinator.traces.journal import JournaledFile, journal_of
 from context_cache.coordinator.traces.steady import SteadyCall, StepLines, steady_call
 from context_cache.coordinator.watching import Publisher
 from context_cache.machines import REQUEST, Step, StepParts
@@ -118,6 +118,10 @@ class CallRecorder:
         self.began_at = 0
         self.steps = 0
 
+    def before_answers(self, ask: Callable[[int], None]) -> None:
+        """Let ``ask`` know the number of each identity before it is worked out; it may raise."""
+        self._book.before = ask
+
     # What the coordinator asks once ---------------------------------------------------------------------------------
 
     def hasher(self, hasher: BlockHasher) -> BlockHasher:
@@ -151,8 +155,12 @@ class CallRecorder:
     # What happens -----------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        if self._encoder is not None:
+        if self._off or self._encoder is None:
+            return
+        try:
             self._encoder.look()
+        except Exception as failure:
+            self._switch_off(failure)
 
     def returned(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         happened = self._happened
@@ -170,6 +178,8 @@ class CallRecorder:
                     self.steps += steady.count
                     if self._timed:
                         self._times.append((self.steps, -1, self.began_at, perf_counter_ns()))
+                        if len(self._times) >= _TIMES_MAX:
+                            self._give_times()
                     happened.clear()
                     return
             self._write(name, arguments, options, result, None)
@@ -200,7 +210,8 @@ class CallRecorder:
         finally:
             try:
                 if not self._off and self._encoder is not None:
-                    self._finish(self._encoder.close(request.id, raised) + self._lines.of(self._happened))
+                    lines, steps = self._lines.of(self._happened)
+                    self._finish(self._encoder.close(request.id, raised) + lines, steps)
             except Exception as failure:
                 self._switch_off(failure)
 
@@ -229,18 +240,17 @@ class CallRecorder:
         assert encoder is not None, "calls come to a coordinator that was attached"
         answers = self._book.take()
         head = encoder.call(name, arguments, options, result, error, answers)
-        lines = self._lines.of(happened)
+        lines, steps = self._lines.of(happened)
         if error is None and not answers:
             steady = steady_call(name, encoder, arguments, result, happened, head, lines)
             if steady is not None:
                 self._steady[name] = steady
-        self._finish(head + lines)
+        self._finish(head + lines, steps)
 
-    def _finish(self, lines: bytes) -> None:
+    def _finish(self, lines: bytes, steps: int) -> None:
         """Write a call and its steps in one piece, number the steps and keep their times."""
         happened = self._happened
         self._line(lines)
-        steps = sum(type(item) is tuple for item in happened)
         if self._timed and steps:
             ended = perf_counter_ns()
             if steps < len(happened):
@@ -258,6 +268,8 @@ class CallRecorder:
             self._sink.times(np.array(times, "<i8"))
 
     def _switch_off(self, error: BaseException) -> None:
+        if isinstance(error, NotKept) and error.__cause__ is not None:
+            error = error.__cause__
         self._off = True
         self._happened.clear()
         self.failure = error
@@ -276,7 +288,13 @@ class TraceRecorder(CallRecorder):
     def __init__(
         self, path: str | os.PathLike[str], *, redact: bool = False, seed: int | None = None, timings: bool = True
     ) -> None:
-        super().__init__(TraceFiles(path, redact=redact, timings=timings), seed=seed, timed=timings)
+        self._files = TraceFiles(path, redact=redact, timings=timings)
+        super().__init__(self._files, seed=seed, timed=timings)
+
+    def close(self) -> None:
+        super().close()
+        # Of a recorder that failed the files are still open.
+        self._files.abandon()
 
     def __enter__(self) -> TraceRecorder:
         return self
@@ -297,13 +315,14 @@ class TraceFiles:
             self.tokens: Callable[[bytes], int] | None = None if redact else self._make(tokens_of(path)).append
             self._timings = self._make(timings_of(path)) if timings else None
         except BaseException:
-            for file in self._open:
-                file.abandon()
+            self.abandon()
             raise
         for unused, name in ((redact, tokens_of(path)), (not timings, timings_of(path))):
-            if unused and os.path.exists(name):
-                # What an earlier trace of this name left would be taken for this one's.
-                os.unlink(name)
+            if unused:
+                # What an earlier trace of this name left would be taken for this one's; it may have died, too.
+                for left in (name, journal_of(name)):
+                    if os.path.exists(left):
+                        os.unlink(left)
 
     def _make(self, path: str | os.PathLike[str]) -> JournaledFile:
         file = JournaledFile(path)
@@ -317,6 +336,11 @@ class TraceFiles:
     def close(self) -> None:
         for file in self._open:
             file.close()
+
+    def abandon(self) -> None:
+        """Give the files back as they are; one that is closed already stays closed."""
+        for file in self._open:
+            file.abandon()
 
 
 def _note_acts(times: list[tuple[int, int, int, int]], steps: int, happened: list[StepParts | NotedAct]) -> None:

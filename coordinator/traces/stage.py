@@ -7,12 +7,14 @@ pages and slots, but layers of the smallest shape, and a trace of a large GPU re
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
 import numpy as np
 
-from context_cache.backends.base import Backend, DeviceError, DrainResult
+from context_cache.backends.base import Backend, DeviceError, DrainResult, Stream
+from context_cache.backends.delegate import DelegatingBackend
 from context_cache.backends.host import HostBackend
 from context_cache.coordinator.config import (
     ContextCacheConfig,
@@ -27,7 +29,7 @@ from context_cache.coordinator.errors import ContextCacheError, ContractViolatio
 from context_cache.coordinator.handle import RequestHandle
 from context_cache.coordinator.manager import ContextCacheManager, ResourceDemand
 from context_cache.coordinator.traces import format as lines
-from context_cache.coordinator.traces.doors import NOT_IDLE
+from context_cache.coordinator.traces.doors import NOT_IDLE, Acts
 from context_cache.coordinator.traces.header import deployment_of
 from context_cache.coordinator.traces.reader import TraceError
 from context_cache.coordinator.traces.recorder import CallRecorder
@@ -58,13 +60,48 @@ class RecordedFailure(Exception):
 class _Refusable:
     """Stands for an argument that the coordinator refused."""
 
-    def __init__(self, shape: tuple[int, ...] = (), dtype: str = "") -> None:
+    def __init__(self, shape: tuple[int, ...] = (), dtype: str = "", *, plain: bool = False) -> None:
         self.shape, self.dtype, self.size = shape, dtype, math.prod(shape)
-        self.flags = _Flags()
+        self.flags = _Flags(plain, plain)
+
+    def __getitem__(self, index: int) -> _Refusable:
+        return _Refusable(self.shape[1:], self.dtype, plain=self.flags.c_contiguous)
 
 
+@attrs.frozen
 class _Flags:
-    c_contiguous = writeable = False
+    c_contiguous: bool
+    writeable: bool
+
+
+class _FailingBackend(DelegatingBackend):
+    """Fails where a recorded action failed: at the first work that it would have enqueued."""
+
+    def __init__(self, inner: Backend, acts: Acts) -> None:
+        super().__init__(inner)
+        self._acts = acts
+
+    def verb(self, name: str, stream: Stream, enqueue: Callable[[], None]) -> None:
+        self._acts.fail_if_armed()
+        enqueue()
+
+
+class _FailingManager(ContextCacheManager):
+    """Fails where a recorded publication failed, unless it failed before it came here."""
+
+    acts: Acts
+
+    def publish(self, *arguments: Any, **options: Any) -> Any:
+        self.acts.fail_if_armed()
+        return super().publish(*arguments, **options)
+
+    def publish_hybrid(self, *arguments: Any, **options: Any) -> Any:
+        self.acts.fail_if_armed()
+        return super().publish_hybrid(*arguments, **options)
+
+    def publish_hybrid_mtp(self, *arguments: Any, **options: Any) -> Any:
+        self.acts.fail_if_armed()
+        return super().publish_hybrid_mtp(*arguments, **options)
 
 
 def open_backend(name: str) -> Backend:
@@ -108,12 +145,17 @@ class Stage:
         self, header: lines.Header, recorder: CallRecorder, backend: Backend, *, bytes_max: int = BYTES_MAX
     ) -> None:
         pages, draft_pages, recurrent, partial = header.capacities
+        backend = _FailingBackend(backend, recorder.acts)
         try:
             deployment = _small(deployment_of(header.deployment))
             _check_size(deployment, header.capacities, bytes_max)
             profile = validate_deployment(deployment)
             demand = ResourceDemand(pages, draft_pages, recurrent, partial)
             config = header.config
+            manager = _FailingManager(
+                demand, deployment.page_size, max_records=config.max_records, touch_on_hit=config.touch_on_hit
+            )
+            manager.acts = recorder.acts
             resources = allocate_resources(deployment, pages, backend, draft_pages if profile.paged_spec else None)
             self.backend = backend
             self.stream = backend.new_stream("replay")
@@ -129,17 +171,14 @@ class Stage:
                 backend=backend,
                 stream=self.stream,
                 recorder=recorder,
-                manager=ContextCacheManager(
-                    demand, deployment.page_size, max_records=config.max_records, touch_on_hit=True
-                )
-                if config.touch_on_hit
-                else None,
+                manager=manager,
             )
         except (ContextCacheError, MemoryError) as error:
             raise TraceError(f"line 1: no coordinator can be built after this header: {error}") from None
         self._handles: dict[str, RequestHandle] = {}
         self._ended: RequestHandle | None = None
         self._tensors: dict[tuple[tuple[int, ...], str], Any] = {}
+        self._tensor_bytes = 0
 
     def synchronize(self) -> None:
         """What a runtime does before it reports a completion."""
@@ -166,11 +205,17 @@ class Stage:
         """A device tensor as the runtime gave it. Raises TraceError for one that cannot be had."""
         shape = tuple(record.shape)
         if not record.plain or record.dtype not in _DTYPES:
-            return _Refusable(shape, record.dtype)
-        if math.prod(shape) * np.dtype(record.dtype).itemsize > _TENSOR_BYTES_MAX:
+            return _Refusable(shape, record.dtype, plain=record.plain)
+        size = math.prod(shape) * np.dtype(record.dtype).itemsize
+        if size > _TENSOR_BYTES_MAX:
             raise TraceError(f"line {line}: a tensor of shape {list(shape)}, larger than any that a runtime gives")
         key = (shape, record.dtype)
         if key not in self._tensors:
+            # What they hold decides nothing, so a trace of many shapes costs no more than its largest.
+            self._tensor_bytes += size
+            if self._tensor_bytes > _TENSOR_BYTES_MAX:
+                self._tensors.clear()
+                self._tensor_bytes = size
             self._tensors[key] = self.backend.array(shape, record.dtype)
         return self._tensors[key]
 

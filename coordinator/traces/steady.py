@@ -7,6 +7,7 @@ by one comparison of what happened with what happened then; nothing is put into 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
@@ -15,7 +16,7 @@ from attrs import define
 from context_cache.coordinator.core import Request
 from context_cache.coordinator.traces.doors import NotedAct
 from context_cache.coordinator.traces.encode import Encoder
-from context_cache.coordinator.traces.format import Act, StepRecord
+from context_cache.coordinator.traces.format import StepRecord
 from context_cache.coordinator.types import BatchAdvance, DecodingKvHeadroom, PrepareDecodeResult, Status
 from context_cache.machines import REQUEST, StepParts
 
@@ -23,6 +24,7 @@ __all__ = ["SteadyCall", "StepLines", "steady_call"]
 
 _KEPT_MAX: Final = 8192
 _REQUEST: Final = REQUEST.name
+_AGAIN: Final = frozenset({"prepare_decode_step", "complete_decode_step"})
 _PLAIN_END: Final = b',"status":"OK"}\n'
 
 Happened: TypeAlias = "Sequence[StepParts | NotedAct]"
@@ -91,6 +93,8 @@ def steady_call(
     steps: bytes,
 ) -> SteadyCall | None:
     """What to keep of a call that ended well and asked for no identity; ``head`` and ``steps`` are its lines."""
+    if name not in _AGAIN:
+        return None
     plain = [item for item in happened if type(item) is tuple]
     if not plain or len(plain) != len(happened):
         return None
@@ -106,41 +110,51 @@ def steady_call(
 
 
 class StepLines:
-    """Makes the lines of steps. Those without acts mostly look as they did the last time, and are kept."""
+    """Makes the lines of steps. What a step says beside its acts is mostly what it said the last time, and is kept."""
 
     __slots__ = ("_kept",)
 
     def __init__(self) -> None:
-        # By subject and id of the firing, which the kept step keeps alive.
-        self._kept: dict[tuple[str, int], tuple[StepParts, bytes]] = {}
+        # By subject and id of the firing, which the kept step keeps alive: the step, its line up to where acts stand,
+        # and the rest.
+        self._kept: dict[tuple[str, int], tuple[StepParts, bytes, bytes]] = {}
 
-    def of(self, happened: Happened) -> bytes:
-        """The lines of the steps of a call, in order; acts stand under the step of a request that follows them."""
-        acts: list[Act] = []
+    def of(self, happened: Happened) -> tuple[bytes, int]:
+        """The lines of the steps of a call, in order, and how many steps.
+
+        Acts stand under the step of a request that follows them.
+        """
+        acts: list[bytes] = []
         lines: list[bytes] = []
+        steps = 0
         for item in happened:
             if isinstance(item, NotedAct):
-                acts.append(item.act)
-            elif acts and item[1].machine == _REQUEST:
-                lines.append(_line(item, acts))
+                acts.append(item.line)
+                continue
+            steps += 1
+            before, after = self._parts(item)
+            if acts and item[1].machine == _REQUEST:
+                lines += (before, b'"acts":[', b",".join(acts), b"],", after)
                 acts = []
             else:
-                lines.append(self._plain(item))
-        return b"".join(lines)
+                lines += (before, after)
+        return b"".join(lines), steps
 
-    def _plain(self, parts: StepParts) -> bytes:
+    def _parts(self, parts: StepParts) -> tuple[bytes, bytes]:
         key = (parts[0], id(parts[1]))
         kept = self._kept.get(key)
         if kept is not None and kept[0] == parts:
-            return kept[1]
-        line = _line(parts, ())
+            return kept[1], kept[2]
+        line = _line(parts)
+        # The fields behind the acts are slots, if there are any, and then outcome; neither word is in a name before.
+        at = line.rindex(b'"slots":' if parts[3] else b'"outcome":')
         if len(self._kept) >= _KEPT_MAX:
             self._kept.clear()
-        self._kept[key] = (parts, line)
-        return line
+        self._kept[key] = (parts, line[:at], line[at:])
+        return line[:at], line[at:]
 
 
-def _line(parts: StepParts, acts: Sequence[Act]) -> bytes:
+def _line(parts: StepParts) -> bytes:
     subject, firing, ran, slots, failed = parts
     record = StepRecord(
         machine=firing.machine,
@@ -151,7 +165,6 @@ def _line(parts: StepParts, acts: Sequence[Act]) -> bytes:
         target=firing.target,
         guards=dict(firing.guards),
         ran=list(ran),
-        acts=list(acts),
         slots=_ranges(slots),
         outcome=firing.outcome,
         failed=failed,
@@ -160,6 +173,7 @@ def _line(parts: StepParts, acts: Sequence[Act]) -> bytes:
     return msgspec.json.encode(record) + b"\n"
 
 
+@lru_cache(4096)
 def _ranges(slots: tuple[int, ...]) -> str:
     """``(0, 1, 2, 5)`` as ``0-2,5``."""
     parts: list[str] = []

@@ -19,6 +19,7 @@ BUDGETS = {
     },
     "publish": {"publish 16k / 80 us scaled", "publish 256 more / 25 us scaled"},
     "evict": {"admit evicting, 100,000 records / 100 us scaled", "admit evicting, 100,000 / 1,000 records"},
+    "record": {"recorded / bare run, token ids apart"},
     "events": {"hot event / bare trigger", "ordinary event / bare trigger"},
 }
 

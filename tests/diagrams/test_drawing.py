@@ -1,104 +1,144 @@
-"""Drawings come from the specs, are stable to the byte, and lose no row and no label."""
+"""The drawing of a machine: comes from its table, folds rows, loses none of them and invents none."""
 
-import itertools
-import os
-import subprocess
-import sys
+import collections
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from context_cache.diagrams import draw, to_markdown, to_mermaid
-from context_cache.machines import ALL_MACHINES, REQUEST, MachineSpec, State, Transition
+from context_cache.diagrams import draw
+from context_cache.diagrams.drawing import FAILURE
+from context_cache.diagrams.phases import draw_phases
+from context_cache.diagrams.table import as_table
+from context_cache.machines import ALL_MACHINES, REQUEST
 
-
-def _labels(spec, source, target, failure):
-    drawing = draw(spec)
-    phase = spec.by_state[source].phase
-    return {
-        label
-        for edge in drawing.edges
-        if edge.target == target and edge.failure == failure
-        and ((edge.from_phase and edge.source == phase) or (not edge.from_phase and edge.source == source))
-        for label in edge.labels
-    }  # fmt: skip
+EVERY = pytest.mark.parametrize("spec", ALL_MACHINES, ids=lambda spec: spec.name)
 
 
-@pytest.mark.parametrize("spec", ALL_MACHINES, ids=lambda spec: spec.name)
-def test_every_row_that_changes_the_state_is_on_an_arrow(spec):
-    """C125. Shown from the rows' side: folding parallel rows or a whole phase must not lose one."""
-    for row in spec.transitions:
-        if row.target != row.source:
-            assert row.event in _labels(spec, row.source, row.target, failure=False), str(row)
+def successes(drawing):
+    """Row -> how often it is drawn: on an arrow, or in a box when it stays there."""
+    lines = [line for edge in drawing.edges for line in edge.lines]
+    # A line in a box that says where to repeats a row of an arrow between phases.
+    lines += [line for node in drawing.nodes for line in node.lines if not line.to]
+    return collections.Counter(row for line in lines if line.kind != FAILURE for row in line.rows)
 
 
-@pytest.mark.parametrize("spec", ALL_MACHINES, ids=lambda spec: spec.name)
+def failures(drawing):
+    """(row, cause) -> how often it is drawn: on an arrow, in a box, or beside the success that it shares the end of."""
+    found = collections.Counter()
+    for edge in drawing.edges:
+        for line in edge.lines:
+            found.update((row, line.text) for row in line.rows if line.kind == FAILURE)
+    for line in drawing.lines:
+        found.update((row, cause) for row in line.rows for cause in line.also)
+    for node in drawing.nodes:
+        for line in node.lines:
+            found.update((row, line.text) for row in line.rows if line.kind == FAILURE)
+    return found
+
+
+@EVERY
+def test_every_row_is_drawn_exactly_once(spec):
+    """C125. Loops, rows without steps and parallel rows included; folding a whole phase must not lose one either."""
+    assert successes(draw(spec)) == collections.Counter(range(len(spec.transitions)))
+
+
+@EVERY
+def test_every_failure_of_a_row_is_drawn_exactly_once(spec):
+    table = as_table(spec)
+    wanted = collections.Counter((row.row, cause) for row in table.rows for cause, _ in row.failures)
+    assert failures(draw(spec)) == wanted
+
+
+@EVERY
 def test_no_arrow_is_invented(spec):
-    known = {(row.source, end) for row in spec.transitions for end in row.ends}
+    table = as_table(spec)
+    phase_of = {state.name: state.phase for state in table.states}
     for edge in draw(spec).edges:
-        sources = (
-            [state.name for state in spec.states if state.phase == edge.source] if edge.from_phase else [edge.source]
-        )
-        for source in sources:
-            assert (source, edge.target) in known, edge
+        for line in edge.lines:
+            for number in line.rows:
+                row = table.rows[number]
+                assert edge.source == (phase_of[row.source] if edge.from_phase else row.source)
+                ends = [end for cause, end in row.failures if cause == line.text] if edge.failure else [row.target]
+                assert edge.target in ([phase_of[end] for end in ends] if edge.to_phase else ends)
 
 
-def test_failures_of_a_request_are_dashed_and_red():
-    text = to_mermaid(REQUEST)
-    assert 's_admitted -.->|"device error"| s_broken' in text
-    assert "stroke:#c0392b" in text
+@EVERY
+def test_a_shared_failure_is_said_in_the_box_of_each_state_that_has_it(spec):
+    drawing = draw(spec)
+    for shared in drawing.shared:
+        sources = {
+            node.name for node in drawing.nodes
+            if node.phase == shared.phase and node.name != shared.target
+            for line in node.lines if (line.text, line.to) == (shared.cause, shared.target)
+        }  # fmt: skip
+        assert sources == set(shared.sources)
+        assert not any(
+            edge.source in shared.sources and edge.target == shared.target
+            for edge in drawing.edges for line in edge.lines if line.text == shared.cause
+        )  # fmt: skip
 
 
-def test_a_machine_without_failures_has_no_link_style():
-    spec = MachineSpec(
-        name="lamp", initial="off", states=(State("off", "dark", final=False), State("on", "light", final=True)),
-        transitions=(Transition(event="switch", source="off", target="on"),),
-    )  # fmt: skip
-    assert "linkStyle" not in to_mermaid(spec)
-
-
-@pytest.mark.parametrize("name", ["a b", "gelöst → frei", 'x"y', "<lambda>", "tail\\", "one\ntwo", "a_b", "#1;"])
-def test_odd_names_survive_in_mermaid(name):
-    """C120, C121, C122. A label is text: it never closes its quotes, never becomes markup."""
-    spec = MachineSpec(
-        name="odd", initial=name, states=(State(name, "odd"), State("end", "done", final=True)),
-        transitions=(Transition(event=name, source=name, target="end"),),
-    )  # fmt: skip
-    for line in to_mermaid(spec).splitlines():
-        assert line.count('"') % 2 == 0
-        assert "<" not in line.replace("<br>", "")
-        assert "\\" not in line
-
-
-@given(st.lists(st.text(min_size=1, max_size=6), min_size=2, max_size=5, unique=True))
-def test_two_states_never_share_an_id(names):
-    states = tuple(State(name, "m") for name in names[:-1])
-    rows = tuple(Transition(event="e", source=a, target=b) for a, b in itertools.pairwise(names))
-    spec = MachineSpec(
-        name="m", initial=names[0], states=(*states, State(names[-1], "m", final=True)), transitions=rows
-    )
-    boxes = [line.strip().split("(")[0] for line in to_mermaid(spec).splitlines() if line.strip().startswith("s_")]
-    declared = [box for box in boxes if " " not in box]
-    assert len(set(declared)) == len(names)
-
-
-@pytest.mark.parametrize("spec", ALL_MACHINES, ids=lambda spec: spec.name)
-def test_the_markdown_table_has_one_line_per_row_and_state(spec):
-    lines = to_markdown(spec).splitlines()
-    assert sum(line.startswith("| `") for line in lines) == len(spec.states)
-    assert [line.split(" | ")[0] for line in lines if line[:3].strip("| ").isdigit() or line[2:3].isdigit()] == [
-        f"| {number}" for number in range(len(spec.transitions))
+def test_parallel_rows_are_one_arrow_with_a_line_each(copier):
+    (edge,) = [edge for edge in draw(copier).edges if (edge.source, edge.target) == ("idle", "copying")]
+    assert [(line.rows, line.text, line.guards) for line in edge.lines] == [
+        ((0,), "start", ("ready", "not big")),
+        ((1,), "start", ("ready", "big")),
     ]
+    assert [[step.name for step in line.runs[0]] for line in edge.lines] == [["plan", "copy"], ["plan", "copy", "copy"]]
 
 
-def test_output_does_not_depend_on_hash_seeds():
-    """C126."""
-    code = "import context_cache.diagrams as d, context_cache.machines as m; print(d.to_mermaid(m.REQUEST))"
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
-        ).stdout
-        for seed in ("1", "2")
+def test_an_event_of_every_state_of_a_phase_is_one_arrow_from_the_phase(copier):
+    (edge,) = [edge for edge in draw(copier).edges if edge.from_phase]
+    assert (edge.source, edge.target) == ("busy", "gone")
+    assert [(line.rows, line.text, line.kind) for line in edge.lines] == [((5, 6), "close", "wait")]
+
+
+def test_a_row_that_stays_is_a_line_in_its_box(copier):
+    drawing = draw(copier)
+    (idle,) = [node for node in drawing.nodes if node.name == "idle"]
+    assert [(line.rows, line.text) for line in idle.lines if line.kind != FAILURE] == [((2,), "start")]
+    assert not any(edge.source == edge.target for edge in drawing.edges)
+
+
+def test_the_kind_of_a_line_is_the_most_that_its_rows_ask_of_the_device(copier):
+    kinds = {line.rows: line.kind for line in draw(copier).lines if line.kind != FAILURE}
+    assert (kinds[0,], kinds[3,], kinds[5, 6]) == ("enqueue", "host", "wait")
+
+
+def test_entering_a_state_that_offers_an_event_is_an_arc_to_the_other_machine(copier):
+    assert [(arc.source, arc.machine, arc.event) for arc in draw(copier).arcs] == [("stuck", "alarm", "ring")]
+
+
+def test_what_most_states_offer_on_entry_is_said_in_their_boxes_and_not_an_arc_each():
+    drawing = draw(REQUEST)
+    assert {(arc.source, arc.machine, arc.event) for arc in drawing.arcs} == {
+        ("quarantined", "coordinator", "drain_failed"),
+        ("poisoned", "coordinator", "drain_failed"),
     }
-    assert len(outputs) == 1
+    (broken,) = [node for node in drawing.nodes if node.name == "broken"]
+    assert [step.name for step in broken.entry] == ["execution.give_back", "view.forget"]
+
+
+def test_a_small_machine_has_its_steps_in_full_and_a_large_one_a_key(copier):
+    assert draw(copier).keys == {}
+    drawing = draw(REQUEST)
+    long = {run for line in drawing.lines for run in line.runs if len(run) > 1}
+    assert long == set(drawing.keys)
+    assert list(drawing.keys.values())[:3] == ["A", "B", "C"]
+
+
+def test_around_a_state_shows_its_rows_and_no_others():
+    drawing = draw(REQUEST, around="compacting")
+    rows = [row for row in REQUEST.rows if "compacting" in (row.transition.source, row.transition.target)]
+    assert successes(drawing) == collections.Counter(row.number for row in rows)
+    assert all("compacting" in (edge.source, edge.target) for edge in drawing.edges)
+    assert drawing.phases == ()
+    assert drawing.keys == {}
+
+
+def test_the_phases_of_a_request_are_what_a_reader_meets_first():
+    drawing = draw_phases(REQUEST)
+    assert [node.name for node in drawing.nodes] == [
+        "new", "admitted", "executing", "finishing", "quarantined", "poisoned", "released",
+    ]  # fmt: skip
+    assert successes(drawing) == collections.Counter(range(len(REQUEST.transitions)))
+    assert ("executing", "quarantined") in {(edge.source, edge.target) for edge in drawing.edges if edge.failure}

@@ -22,7 +22,9 @@ ALLOWED = {
     "context_cache.backends": ("attrs", "numpy", "context_cache.backends"),
     "context_cache.backends.cupy_backend": ("attrs", "numpy", "cupy", "context_cache.backends"),
     "context_cache.machines": ("attrs", "transitions", "context_cache.machines", "context_cache.backends.base"),
-    "context_cache.diagrams": ("attrs", "graphviz", "context_cache.diagrams", "context_cache.machines"),
+    "context_cache.diagrams": ("attrs", "context_cache.diagrams", "context_cache.machines"),
+    "context_cache.diagrams.engines": ("graphviz", "context_cache.diagrams"),
+    "context_cache.diagrams.pdf": ("reportlab", "svglib", "context_cache.diagrams"),
     "context_cache.coordinator": (
         "attrs", "numpy", "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
     ),
@@ -34,7 +36,8 @@ ALLOWED = {
         "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
     ),
     "context_cache.coordinator.traces": (
-        "attrs", "numpy", "msgspec", "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
+        "attrs", "numpy", "msgspec", "opentelemetry",
+        "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
     ),
     "context_cache.coordinator.cli": (
         "attrs", "numpy", "click", "msgspec", "rich", "transitions",
@@ -95,10 +98,14 @@ def test_a_module_imports_only_what_its_room_may(path):
         ("context_cache.backends.host", "import cupy"),
         ("context_cache.coordinator.coordinator", "def late():\n    import cupy.cuda"),
         ("context_cache.coordinator.coordinator", "from context_cache import diagrams"),
+        ("context_cache.coordinator.coordinator", "from opentelemetry import trace"),
         ("context_cache.coordinator.manager.pools", "from context_cache.machines.spec import State"),
         ("context_cache.coordinator.manager.pools", "from ...backends import base"),
         ("context_cache.coordinator.manager.pools", "from ..coordinator import ContextCacheCoordinator"),
         ("context_cache.diagrams.mermaid", "import context_cache.coordinator"),
+        ("context_cache.diagrams.dot", "import graphviz"),
+        ("context_cache.diagrams.engines", "def late():\n    from svglib import svglib"),
+        ("context_cache.diagrams.pdf", "from context_cache.coordinator.cli import app"),
     ],
 )
 def test_a_wrong_arrow_is_noticed(module, source):

@@ -51,3 +51,8 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path):
     report = json.loads(_run(script, "run", "--limit", "20", "--json", cwd=elsewhere).stdout)
     assert report["requests"] == 20
     assert report["leaked_pages"] == 0
+
+    # Pictures come out of the installed files alone, and the ones that were shipped are what the tables say.
+    drawn = _run(script, "draw", "view", "--format", "svg", "--format", "pdf", "-o", "pictures", cwd=elsewhere)
+    assert drawn.stdout.splitlines() == ["pictures/view.svg", "pictures/view.pdf"]
+    _run(script, "draw", "--check", cwd=elsewhere)

@@ -34,7 +34,8 @@ def bench_command() -> click.Command:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")  # fmt: skip
 def _bench(cases: tuple[str, ...], repeats: int, backend: str, as_json: bool) -> None:
-    """Measure the coordinator: hash, admit, decode, publish, evict, events (default: all).
+    """Measure the coordinator: hash, admit, decode, publish, evict, events, record (default:
+    all).
 
     Times are medians in microseconds; budgets are ratios within one run. Budgets that were set on another machine are
     scaled by the floors measured here. Always exits 0: a slow machine is no error.

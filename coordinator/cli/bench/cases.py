@@ -24,6 +24,7 @@ from context_cache.coordinator import (
     allocate_resources,
 )
 from context_cache.coordinator.cli.bench.measure import Bench, once_us, times_us
+from context_cache.coordinator.cli.bench.recording import bench_record
 from context_cache.coordinator.cli.platform import open_platform
 from context_cache.coordinator.manager import ContextCacheManager, LookupPolicy, ResourceType
 from context_cache.machines import EXECUTION, REQUEST, Runner, Step, Subject
@@ -375,5 +376,6 @@ CASES: Final = {
     "publish": bench_publish,
     "evict": bench_evict,
     "events": bench_events,
+    "record": bench_record,
 }
 """Name on the command line -> measurement; the floors are always measured first."""

@@ -1,0 +1,31 @@
+"""Files that a command writes: whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["CannotWrite", "write_file"]
+
+
+class CannotWrite(Exception):
+    """A file cannot be written. The message is one sentence."""
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write through a neighbouring file and a rename, so that a reader sees the old file or the new one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            beside.write_bytes(content)
+            beside.replace(path)
+        finally:
+            # Only there if the rename did not happen.
+            with suppress(OSError):
+                beside.unlink()
+    except OSError as error:
+        raise CannotWrite(
+            f"{path} cannot be written ({error.strerror or error}); choose another place with -o"
+        ) from None

@@ -1,0 +1,184 @@
+"""What a picture says in words: the boxes of states, the lines of arrows, the legend; and the colours for them.
+
+A row's number stands on the colour of what the row asks of the device. An overlay's marks stand beside the numbers and
+names that they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import zip_longest
+from typing import Final
+
+from context_cache.diagrams.drawing import FAILURE, Drawing, Edge, Line, Node, Shared
+from context_cache.diagrams.markup import cell, escaped, font, ranges
+from context_cache.diagrams.overlay import Mark, Overlay
+from context_cache.diagrams.table import Step
+
+__all__ = ["BUSY", "COUPLE", "MUTED", "PALE", "QUIET", "STROKE", "Labels"]
+
+MUTED: Final = "#57606a"
+PALE: Final = "#afb8c1"
+BUSY: Final = "#fff8dc"
+"""A state with device work outstanding."""
+QUIET: Final = "#ffffff"
+COUPLE: Final = "#8250df"
+STROKE: Final = {"host": "#57606a", "enqueue": "#0969da", "wait": "#bc4c00", FAILURE: "#cf222e"}
+_BADGE: Final = {"host": "#eaeef2", "enqueue": "#cfe4fb", "wait": "#ffd8a8", FAILURE: "#ffdcd9"}
+_STEP: Final = {
+    "host": "#24292f",
+    "publish": "#24292f",
+    "enqueue": "#0550ae",
+    "clear": "#0550ae",
+    "wait": "#953800",
+    "couple": COUPLE,
+}
+_SHORT: Final = 2
+"""So many steps stand behind the event; more begin a line of their own."""
+_WIDTH: Final = 48
+_KINDS: Final = (
+    ("host", "host only"),
+    ("enqueue", "enqueues device work"),
+    ("wait", "waits for the device"),
+    (FAILURE, "only after an error, dashed"),
+)
+
+
+class Labels:
+    """The rows of the label tables of one drawing under one overlay."""
+
+    def __init__(self, drawing: Drawing, overlay: Overlay) -> None:
+        self.drawing, self.overlay = drawing, overlay
+
+    def state(self, node: Node) -> list[str]:
+        """Name, what is held, what entering does, and the rows that stay."""
+        mark = self.overlay.states.get(node.name)
+        pale = self.overlay.fade and mark is None
+        muted = _ink(MUTED, pale)
+        said = f" {mark}" if mark and str(mark) else ""
+        name = font(f"<B>{escaped(node.name)}</B>{escaped(said)}", size=11)
+        if node.region not in ("", node.name):
+            name += font(f" {escaped(node.region)}", colour=muted)
+        rows = [cell(name, span=2)]
+        held = " · ".join(part for part in (node.holds, "work outstanding" if node.outstanding else "") if part)
+        if held:
+            rows.append(cell(font(escaped(held), size=9, colour=muted), span=2))
+        inside = []
+        if node.entry:
+            entry = font("entry / ", colour=muted) + _steps(node.entry, pale=pale)
+            inside.append(cell(font(entry, colour=_ink(None, pale)), span=2))
+        inside += [row for line in node.lines for row in self.line(line, state=node.name)]
+        return [*rows, "<HR/>", *inside] if inside else rows
+
+    def shared(self, shared: Shared) -> list[str]:
+        """The small box of a failure that several states have in common."""
+        text = [escaped(shared.cause), shared.share]
+        marks = self.overlay.of_rows(shared.rows, shared.cause)
+        if marks:
+            text.append(escaped(", ".join(mark.beside(row) for row, mark in marks)))
+        colour = _ink(STROKE[FAILURE], self.overlay.fade and not marks)
+        return [cell(font("<BR/>".join(text), size=9, colour=colour))]
+
+    def line(self, line: Line, *, state: str = "") -> list[str]:
+        """Row numbers, event, guards and steps; ``state`` is the one whose box the line stands in.
+
+        One table row, or several where the overlay has different colours for the rows of the line, or none for some.
+        """
+        marks = dict(self.marks(line))
+        groups: dict[tuple[str, bool], list[int]] = {}
+        for row in line.rows:
+            pale = self.overlay.fade and row not in marks
+            groups.setdefault((marks[row].colour if row in marks else "", pale), []).append(row)
+        table_rows = []
+        for (colour, pale), rows in groups.items():
+            badge = ranges(rows)
+            if any(row in marks for row in rows):
+                badge = ", ".join(marks[row].beside(row) if row in marks else str(row) for row in rows)
+            background = colour or (QUIET if pale else _BADGE[line.kind])
+            number = font(escaped(badge), colour=_ink(None, pale))
+            words = self._words(line, state, pale)
+            table_rows.append(f'<TR><TD BGCOLOR="{background}">{number}</TD><TD ALIGN="LEFT">{words}</TD></TR>')
+        return table_rows
+
+    def _words(self, line: Line, state: str, pale: bool) -> str:
+        red = _ink(STROKE[FAILURE], pale)
+        if line.kind == FAILURE:
+            words = font(escaped(line.text), colour=red)
+        else:
+            words = font(f"<B>{escaped(line.text)}</B>", colour=_ink(None, pale))
+        if line.guards:
+            words += font(f" [{escaped(', '.join(line.guards))}]", colour=_ink(MUTED, pale))
+        if line.to:
+            where = ": stays" if line.to == state else f" → {escaped(line.to)}"
+            words += font(where, colour=red if line.kind == FAILURE else _ink(None, pale))
+        if line.also:
+            words += font(f" (also if {escaped(', '.join(line.also))})", colour=red)
+        return words + (self._runs(line.runs, pale) if line.runs else "")
+
+    def marks(self, line: Line) -> tuple[tuple[int, Mark], ...]:
+        """The overlay's marks for the rows of a line."""
+        return self.overlay.of_rows(line.rows, line.text if line.kind == FAILURE else "")
+
+    def edge_marks(self, edge: Edge) -> list[Mark]:
+        """The overlay's marks for the lines of an arrow."""
+        return [mark for line in edge.lines for _, mark in self.marks(line)]
+
+    def legend(self) -> list[str]:
+        """The machine's name, what the colours mean, and the lists of steps that letters stand for."""
+        drawing = self.drawing
+        title = font(f"<B>{escaped(drawing.name)}</B>", size=14)
+        if drawing.note:
+            title += font(f" {escaped(drawing.note)}", size=9, colour=MUTED)
+        rows = [cell(title)]
+        if self.overlay.title:
+            rows.append(cell(font(escaped(self.overlay.title), size=11)))
+        # Where no row has steps, there is nothing to say about what they ask of the device.
+        used = {line.kind for line in drawing.lines if line.runs or line.kind == FAILURE}
+        used |= {FAILURE for _ in drawing.shared}
+        samples = [(_BADGE[kind], text) for kind, text in _KINDS if kind in used]
+        if any(node.outstanding for node in drawing.nodes):
+            samples.append((BUSY, "state with device work outstanding"))
+        boxes = "".join(f'<TD BGCOLOR="{colour}">{font(text, size=9)}</TD>' for colour, text in samples)
+        if boxes:
+            rows.append(_nested(f"<TR>{boxes}</TR>", spacing=4, padding=3))
+        if drawing.keys:
+            rows += ["<HR/>", _nested("\n".join(["", *self._key(), ""]))]
+        return rows
+
+    def _key(self) -> list[str]:
+        """What the letters stand for, in two columns that are read downwards."""
+        cells = [
+            f'<TD><B>{letter}</B></TD><TD ALIGN="LEFT">{_steps(run)}</TD>' for run, letter in self.drawing.keys.items()
+        ]
+        half = (len(cells) + 1) // 2
+        pairs = zip_longest(cells[:half], cells[half:], fillvalue="<TD></TD><TD></TD>")
+        return [f"<TR>{left}{right}</TR>" for left, right in pairs]
+
+    def _runs(self, runs: tuple[tuple[Step, ...], ...], pale: bool) -> str:
+        keys = self.drawing.keys
+        if any(run in keys or len(run) <= _SHORT for run in runs):
+            named = (f"<B>{keys[run]}</B>" if run in keys else _steps(run, pale=pale) for run in runs)
+            return font(f" / {', '.join(named)}", colour=_ink(None, pale))
+        lines = "".join(f'<BR ALIGN="LEFT"/>/ {_steps(run, pale=pale, width=_WIDTH)}' for run in runs)
+        return font(f'{lines}<BR ALIGN="LEFT"/>', colour=_ink(None, pale))
+
+
+def _ink(colour: str | None, pale: bool) -> str | None:
+    return PALE if pale else colour
+
+
+def _steps(steps: Iterable[Step], *, pale: bool = False, width: int | None = None) -> str:
+    """The names in order; after ``width`` characters a new line begins: wide labels make wide pictures."""
+    text, used = "", 0
+    for step in steps:
+        if text:
+            text += " / "
+        if width is not None and used > width:
+            text, used = f'{text}<BR ALIGN="LEFT"/>', 0
+        text += font(escaped(step.name), colour=_ink(_STEP[step.kind], pale))
+        used += len(step.name) + 3
+    return text
+
+
+def _nested(rows: str, *, spacing: int = 1, padding: int = 1) -> str:
+    return cell(f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="{spacing}" CELLPADDING="{padding}">{rows}</TABLE>')
