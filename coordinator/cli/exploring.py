@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from context_cache.coordinator.cli.output import CannotWrite, write_file
 from context_cache.coordinator.cli.progress import LateProgress
 from context_cache.coordinator.traces.explore import calls_of, facts_of
 from context_cache.coordinator.traces.header import changed_machines
 from context_cache.coordinator.traces.reader import TraceError, TraceReader
-from context_cache.diagrams.explorer import ExplorerTrace, write_explorer
-from context_cache.machines import ALL_MACHINES, MachineSpec
+from context_cache.coordinator.traces.recorder import timings_of
+from context_cache.coordinator.traces.timings import TimedTrace
+from context_cache.diagrams.dot import to_dot
+from context_cache.diagrams.engines import render
+from context_cache.diagrams.explorer import ExplorerTrace, explorer_page
+from context_cache.diagrams.pictures import MACHINES
+from context_cache.machines import MachineSpec
 
 __all__ = ["STEPS_MAX", "CannotExplore", "write_html"]
 
@@ -29,33 +35,34 @@ def write_html(
     machine_names: Sequence[str],
     trace_path: Path | None,
     *,
-    svg_of: Callable[[MachineSpec], str],
+    engine: str | None = None,
     steps_max: int = STEPS_MAX,
-) -> ExplorerTrace | None:
-    """Write the page; returns what it knows of the trace.
+) -> None:
+    """Write the page, whole or not at all.
 
-    machine_names: the machines to show; none: all of them. svg_of: draws one, see ``diagrams.explorer.page``.
-    Raises CannotExplore, and whatever ``svg_of`` raises.
+    machine_names: the machines to show; none: all of them. engine: what lays the pictures out, see ``engines.render``.
+    Raises CannotExplore, and what ``engines.render`` raises.
     """
-    known = {spec.name: spec for spec in ALL_MACHINES}
     for name in machine_names:
-        if name not in known:
-            raise CannotExplore(f"there is no machine {name!r}; choose from {', '.join(known)}")
-    machines = [known[name] for name in dict.fromkeys(machine_names)] or list(ALL_MACHINES)
+        if name not in MACHINES:
+            raise CannotExplore(f"--html shows machines, and {name!r} is none; choose from {', '.join(MACHINES)}")
+    machines = [MACHINES[name] for name in dict.fromkeys(machine_names)] or list(MACHINES.values())
+
+    def drawn(spec: MachineSpec) -> str:
+        return render(to_dot(spec, named=True), "svg", engine).decode()
+
     trace = None if trace_path is None else _read(trace_path, steps_max)
     try:
-        write_explorer(out, machines, trace, svg_of)
-    except OSError as error:
-        raise CannotExplore(
-            f"{out} cannot be written ({error.strerror or error}); name another file with --html"
-        ) from None
-    return trace
+        write_file(out, explorer_page(machines, trace, drawn).encode(), "--html")
+    except CannotWrite as error:
+        raise CannotExplore(str(error)) from None
 
 
 def _read(path: Path, steps_max: int) -> ExplorerTrace:
     try:
-        with TraceReader(path) as reader, LateProgress("bytes", os.path.getsize(path)) as progress:
-            trace = ExplorerTrace(path.name, facts_of(reader.header))
+        with _opened(path) as source, LateProgress("bytes", os.path.getsize(path)) as progress:
+            header = source.header
+            trace = ExplorerTrace(path.name, facts_of(header))
             left_out = read = 0
 
             def done(size: int) -> None:
@@ -63,7 +70,7 @@ def _read(path: Path, steps_max: int) -> ExplorerTrace:
                 read += size
                 progress(read)
 
-            for call in calls_of(reader, done=done):
+            for call in calls_of(source, done=done):
                 if left_out or trace.steps + len(call.steps) > steps_max:
                     left_out += len(call.steps)
                 else:
@@ -74,10 +81,14 @@ def _read(path: Path, steps_max: int) -> ExplorerTrace:
         raise CannotExplore(f"--trace {path}: cannot be read ({error.strerror or error}); name another file") from None
     trace.notes += [
         f"The trace was recorded with another table of {name}; numbers of its rows may mean other rows here."
-        for name in changed_machines(reader.header)
+        for name in changed_machines(header)
     ]
     if left_out:
         trace.notes.append(f"Only the first {trace.steps:,} of {trace.steps + left_out:,} steps are shown.")
-    if reader.torn:
+    if source.torn:
         trace.notes.append("The trace ends in the middle of a call, which is left out.")
     return trace
+
+
+def _opened(path: Path) -> TraceReader | TimedTrace:
+    return TimedTrace(path) if os.path.exists(timings_of(path)) else TraceReader(path)

@@ -6,25 +6,19 @@ for no more, and token ids are none of its business.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from attrs import field, frozen
 
 from context_cache.coordinator.traces.describe import short
 from context_cache.coordinator.traces.format import CallRecord, Header, StepRecord
-from context_cache.coordinator.traces.journal import open_journaled
-from context_cache.coordinator.traces.reader import Group, TraceReader
-from context_cache.coordinator.traces.recorder import timings_of
+from context_cache.coordinator.traces.reader import TraceReader
+from context_cache.coordinator.traces.timings import TimedTrace, without_times
 
 __all__ = ["ExploredCall", "calls_of", "facts_of"]
 
-_TIMES_READ: Final = 32 * 4096
 _ELSEWHERE: Final = frozenset({"request", "identity", "status", "raised", "gave"})
 """Fields that are shown in a place of their own, or not at all."""
 
@@ -33,7 +27,8 @@ _ELSEWHERE: Final = frozenset({"request", "identity", "status", "raised", "gave"
 class ExploredCall:
     """One public call: its name, what it was given and what came of it in words, its steps, and how long it took.
 
-    began, took: nanoseconds; None without a file of times. act_times: of the step at that place, nanoseconds each.
+    began, took: nanoseconds; None where the times are not known. act_times: of the step at that place, one for each of
+    its acts.
     """
 
     name: str
@@ -46,21 +41,23 @@ class ExploredCall:
     act_times: Mapping[int, Sequence[int]] = field(factory=dict)
 
 
-def calls_of(reader: TraceReader, *, done: Callable[[int], None] = lambda size: None) -> Iterator[ExploredCall]:
-    """Every call in order, one held at a time; the times are read along if the file beside the trace can be.
+def calls_of(
+    trace: TraceReader | TimedTrace, *, done: Callable[[int], None] = lambda size: None
+) -> Iterator[ExploredCall]:
+    """Every call in order, one held at a time, with its times if the trace was opened with them.
 
     done: told after each call how many bytes of the trace it was. Raises TraceError at the first line that is wrong.
     """
-    with _Times(reader.path) as times:
-        for group in reader.groups():
-            steps = [found.step for found in group.steps()]
-            began, took, act_times = times.of(group, steps)
-            record = group.record
-            request: str | None = getattr(record, "gave", None) or getattr(record, "request", None)
-            yield ExploredCall(
-                _name(record), request, _arguments(record), _result(record), steps, began, took, act_times
-            )
-            done(sum(map(len, group.raw)))
+    for call in trace.calls() if isinstance(trace, TimedTrace) else map(without_times, trace.groups()):
+        record = call.group.record
+        act_times = {
+            place: [act.end - act.begin for act in step.acts] for place, step in enumerate(call.steps) if step.acts
+        }
+        yield ExploredCall(
+            _name(record), call.request, _arguments(record), _result(record), [step.found.step for step in call.steps],
+            call.begin if call.timed else None, call.end - call.begin if call.timed else None, act_times,
+        )  # fmt: skip
+        done(sum(map(len, call.group.raw)))
 
 
 def facts_of(header: Header) -> tuple[tuple[str, str], ...]:
@@ -121,50 +118,3 @@ _SPELLED: Final[dict[str, Callable[[str, Any], str]]] = {
     "hidden": lambda name, value: f"{name} {short(value.shape)} {value.dtype}",
     "call": lambda name, value: "arguments that could not be understood",
 }
-
-
-class _Times:
-    """The file of times, read along with the trace; without one, or where it makes no sense, there are no times."""
-
-    def __init__(self, path: str) -> None:
-        self._file: BinaryIO | None = None
-        self._rows: npt.NDArray[np.int64] = np.zeros((0, 4), np.int64)
-        self._at = 0
-        with suppress(OSError):
-            self._file = open_journaled(timings_of(os.fspath(path)))
-
-    def of(self, group: Group, steps: Sequence[StepRecord]) -> tuple[int | None, int | None, dict[int, list[int]]]:
-        """When the call began, how long it took, and the same of the acts of its steps."""
-        began, took = None, None
-        acts: dict[int, list[int]] = {}
-        while (row := self._next_until(group.first_step + len(steps) - 1)) is not None:
-            step, act, begin, end = row
-            place = step - group.first_step
-            if place < 0 or end < begin:
-                continue
-            if act < 0:
-                began, took = begin, end - begin
-            elif act == len(acts.get(place, ())) < len(steps[place].acts):
-                acts.setdefault(place, []).append(end - begin)
-        return began, took, acts
-
-    def _next_until(self, step: int) -> tuple[int, int, int, int] | None:
-        if self._at == len(self._rows):
-            if self._file is None:
-                return None
-            data = self._file.read(_TIMES_READ)
-            self._rows, self._at = np.frombuffer(data[: len(data) // 32 * 32], "<i8").reshape(-1, 4), 0
-            if not len(self._rows):
-                return None
-        one, act, begin, end = self._rows[self._at].tolist()
-        if one > step:
-            return None
-        self._at += 1
-        return one, act, begin, end
-
-    def __enter__(self) -> _Times:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()

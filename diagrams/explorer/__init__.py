@@ -5,7 +5,7 @@
 ``assets``  the page's own files; plain JavaScript, no library.
 """
 
-from context_cache.diagrams.explorer.page import explorer_page, write_explorer
+from context_cache.diagrams.explorer.page import explorer_page
 from context_cache.diagrams.explorer.trace import ExplorerTrace, ShownAct, ShownCall, ShownStep
 
-__all__ = ["ExplorerTrace", "ShownAct", "ShownCall", "ShownStep", "explorer_page", "write_explorer"]
+__all__ = ["ExplorerTrace", "ShownAct", "ShownCall", "ShownStep", "explorer_page"]

@@ -25,27 +25,18 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Final
 
 from context_cache.diagrams.explorer.trace import ExplorerTrace
 from context_cache.machines import MachineSpec, document
 
-__all__ = ["explorer_page", "write_explorer"]
+__all__ = ["explorer_page"]
 
 _ASSETS: Final = "context_cache.diagrams.explorer"
 _SCRIPTS: Final = ("data.js", "state.js", "lists.js", "picture.js", "tables.js", "details.js", "player.js", "main.js")
 """In this order they are one script."""
 _PLACE: Final = re.compile(r"\{\{(\w+)\}\}")
 _UNSAFE: Final = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&"})
-
-
-def write_explorer(
-    out: Path, machines: Iterable[MachineSpec], trace: ExplorerTrace | None, svg_of: Callable[[MachineSpec], str]
-) -> None:
-    """Write :func:`explorer_page` to ``out``, once the whole page could be made. Raises OSError."""
-    page = explorer_page(machines, trace, svg_of)
-    out.write_bytes(page.encode())
 
 
 def explorer_page(

@@ -26,7 +26,7 @@ def page(tmp_path):
 
     def write(*machines, trace=None, **options):
         out = tmp_path / "page.html"
-        write_html(out, machines, trace, svg_of=lambda spec: f"<svg>{spec.name}</svg>", **options)
+        write_html(out, machines, trace, **options)
         embedded = re.search(r'id="explorer-data">(.*?)</script>', out.read_text(encoding="utf-8"), re.S)
         return json.loads(embedded[1])
 
@@ -88,7 +88,7 @@ def told(write):
 
 
 def test_an_unknown_machine_is_named_with_those_there_are(page):
-    assert "'lamp'; choose from request, " in told(lambda: page("request", "lamp"))
+    assert "'lamp' is none; choose from request, " in told(lambda: page("request", "lamp"))
 
 
 def test_a_trace_that_is_not_there(page, tmp_path):
@@ -113,8 +113,38 @@ def test_a_damaged_line_is_named_by_its_number_and_nothing_is_written(page, reco
     assert not (tmp_path / "page.html").exists()
 
 
-@pytest.mark.parametrize("name", [".", "missing/page.html"])
-def test_a_place_that_cannot_be_written_to(tmp_path, name):
-    message = told(lambda: write_html(tmp_path / name, (), None, svg_of=lambda spec: ""))
+def test_a_place_that_cannot_be_written_to(tmp_path):
+    message = told(lambda: write_html(tmp_path, (), None))
     assert "cannot be written" in message
     assert "--html" in message
+
+
+def test_a_folder_that_is_missing_is_made(tmp_path):
+    write_html(tmp_path / "new" / "page.html", ["view"], None)
+    assert (tmp_path / "new" / "page.html").is_file()
+
+
+def test_the_command_writes_the_page_and_names_it(cli, recorded, tmp_path):
+    out = tmp_path / "explorer.html"
+    done = cli("draw", "--html", out, "--trace", recorded)
+    assert (done.status, done.out) == (0, f"{out}\n")
+    assert cli("draw", "request", "--html", out, "--json").report == {"written": [str(out)]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--format", "svg"), "leave all options but --trace"),
+        (("-o", "."), "leave all options but --trace"),
+        (("--around", "settled"), "leave all options but --trace"),
+        (("--step", "3"), "leave all options but --trace"),
+        (("--check",), "leave MACHINE and all options but -o away"),
+        (("overview",), "--html shows machines, and 'overview' is none"),
+        (("--trace", "nothing.jsonl"), "name another file"),
+    ],
+)
+def test_what_goes_with_no_page_is_one_sentence(cli, tmp_path, arguments, words):
+    done = cli("draw", "--html", tmp_path / "page.html", *arguments)
+    assert (done.status, done.out, len(done.err.splitlines())) == (2, "", 1)
+    assert words in done.err
+    assert not (tmp_path / "page.html").exists()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from attrs import field, frozen
 
-from context_cache.diagrams.explorer import ExplorerTrace, write_explorer
+from context_cache.diagrams.dot import to_dot
+from context_cache.diagrams.engines import pure_version, render
+from context_cache.diagrams.explorer import ExplorerTrace, explorer_page
 from context_cache.machines import ALL_MACHINES, REQUEST
 
 FLAGS = (
@@ -141,26 +140,10 @@ def trace_of(calls, **more):
 
 @cache
 def drawn(spec):
-    """A plain picture that keeps to what the page asks of one: see ``diagrams.explorer.page``."""
-    program = shutil.which("graphviz-pure", path=str(Path(sys.executable).parent)) or shutil.which("graphviz-pure")
-    if program is None:
-        pytest.skip("needs graphviz-pure, which the extra test installs")
-    quoted = json.dumps
-    lines = ["digraph {", 'node [shape=box, style="rounded,filled", fillcolor="#fff8dc"]; edge [fontsize=10];']
-    lines += [f"{quoted(state.name)} [id={quoted(f'state-{state.name}')}];" for state in spec.states]
-    folded = {}
-    for number, row in enumerate(spec.transitions):
-        for end in dict.fromkeys(row.ends):
-            failure = end != row.target
-            if end != row.source:
-                folded.setdefault((row.source, end, failure), []).append(number)
-    for at, ((source, target, failure), rows) in enumerate(folded.items()):
-        name = f"rows-{'-'.join(map(str, rows))}--{at}"
-        label = quoted(", ".join(dict.fromkeys(spec.transitions[row].event for row in rows)))
-        style = 'class="failure", style=dashed, color="#cf222e"' if failure else 'color="#57606a"'
-        lines.append(f"{quoted(source)} -> {quoted(target)} [id={quoted(name)}, label={label}, {style}];")
-    text = "\n".join([*lines, "}"])
-    return subprocess.run([program, "-Tsvg"], input=text, capture_output=True, text=True, check=True).stdout
+    """The picture as the command puts it into a page."""
+    if pure_version() is None:
+        pytest.skip("needs graphviz-pure, which comes with the extra draw")
+    return render(to_dot(spec, named=True), "svg", "pure").decode()
 
 
 @pytest.fixture(scope="session")
@@ -279,7 +262,7 @@ def explorer(driver, tmp_path):
 
     def show(trace=None, *, machines=ALL_MACHINES, size=(1440, 900), svg_of=drawn, at=""):
         file = tmp_path / f"explorer-{len(opened)}.html"
-        write_explorer(file, machines, trace, svg_of)
+        file.write_text(explorer_page(machines, trace, svg_of), encoding="utf-8")
         opened.append(file.as_uri())
         page.resize(*size)
         page.emulate(prefers_color_scheme="light")

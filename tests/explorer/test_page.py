@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from context_cache.diagrams.explorer import explorer_page, write_explorer
+from context_cache.diagrams.explorer import explorer_page
 from context_cache.machines import ALL_MACHINES, REQUEST
 
 SVG = "<svg viewBox='0 0 9 9' xmlns='http://www.w3.org/2000/svg'><text>\u2192</text></svg>"
@@ -122,20 +122,3 @@ def test_the_title_names_the_trace(make):
 
 def test_two_pages_of_one_trace_are_equal(make):
     assert page_of(make.trace(make.story())) == page_of(make.trace(make.story()))
-
-
-def test_nothing_is_written_when_a_picture_cannot_be_drawn(tmp_path):
-    def fails(spec):
-        raise RuntimeError("no engine")
-
-    out = tmp_path / "page.html"
-    out.write_text("before")
-    with pytest.raises(RuntimeError):
-        write_explorer(out, ALL_MACHINES, None, fails)
-    assert out.read_text() == "before"
-
-
-def test_what_is_written_is_the_page(tmp_path, make):
-    out = tmp_path / "page.html"
-    write_explorer(out, ALL_MACHINES, None, lambda spec: SVG)
-    assert out.read_text(encoding="utf-8") == page_of()
