@@ -208,16 +208,7 @@ class Row:
     CLEARING: Final = 5
     COMMIT: Final = 6
 
-    __slots__ = (
-        "entry_plans",
-        "failure_plan",
-        "light",
-        "names",
-        "number",
-        "plan",
-        "publish_failure_plan",
-        "transition",
-    )
+    __slots__ = ("entry_plans", "failure_plan", "light", "number", "plan", "publish_failure_plan", "transition")
 
     def __init__(self, number: int, transition: Transition, states: dict[str, State]) -> None:
         self.number = number
@@ -416,12 +407,8 @@ class MachineSpec:
     def _check_names(self) -> None:
         meanings: dict[str, object] = {}
         for row in self.transitions:
-            for named in (
-                *(guard.guard for guard in row.guards),
-                *row.steps,
-                *row.failure_steps,
-                *row.publish_failure_steps,
-            ):
+            guards = (guard.guard for guard in row.guards)
+            for named in (*guards, *row.steps, *row.failure_steps, *row.publish_failure_steps):
                 if meanings.setdefault(named.name, named) != named:
                     raise SpecError(f"{self.name}: {named.name!r} in {row} means two things; give one another name")
         for state in self.states:

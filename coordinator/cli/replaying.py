@@ -16,7 +16,7 @@ from rich.console import Console
 
 from context_cache.backends import BackendUnavailable
 from context_cache.coordinator.cli.app import DoesNotHold, Unusable
-from context_cache.coordinator.cli.differing import print_call, print_difference
+from context_cache.coordinator.cli.sides import print_call, print_difference
 from context_cache.coordinator.cli.progress import LateProgress
 from context_cache.coordinator.traces.perfetto import write_perfetto
 from context_cache.coordinator.traces.reader import Group, TraceError

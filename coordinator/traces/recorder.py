@@ -209,7 +209,9 @@ class CallRecorder:
             raise
         finally:
             try:
-                if not self._off and self._encoder is not None:
+                if self._off or self._encoder is None:
+                    self._happened.clear()
+                else:
                     lines, steps = self._lines.of(self._happened)
                     self._finish(self._encoder.close(request.id, raised) + lines, steps)
             except Exception as failure:
