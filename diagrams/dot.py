@@ -6,11 +6,11 @@ version. A changed row of the table changes one line of the text, and one more i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from context_cache.diagrams.drawing import FAILURE, Arc, Drawing, Edge, Node, Shared, draw
 from context_cache.diagrams.labels import BUSY, COUPLE, MUTED, PALE, QUIET, STROKE, Labels
-from context_cache.diagrams.markup import FONT, identifier, quoted, ranges, table_label, tooltip
+from context_cache.diagrams.markup import FONT, Names, identifier, quoted, ranges, table_label, tooltip
 from context_cache.diagrams.overlay import NOTHING, Overlay
 from context_cache.diagrams.table import Table
 from context_cache.machines import MachineSpec
@@ -20,9 +20,12 @@ __all__ = ["digraph", "to_dot", "together"]
 _BOX = f'labelloc=t, fontsize=14, style="rounded,filled", color="{MUTED}", fillcolor="#f6f8fa"'
 
 
-def to_dot(source: MachineSpec | Table | Drawing, overlay: Overlay = NOTHING) -> str:
-    """A digraph of the drawing. Ends with a newline; stable to the byte."""
-    writer = _Writer(source if isinstance(source, Drawing) else draw(source), overlay)
+def to_dot(source: MachineSpec | Table | Drawing, overlay: Overlay = NOTHING, *, named: bool = False) -> str:
+    """A digraph of the drawing. Ends with a newline; stable to the byte.
+
+    named: with the ids by which a page finds states, arrows and labels; see ``explorer.page``.
+    """
+    writer = _Writer(source if isinstance(source, Drawing) else draw(source), overlay, named=named)
     direction = ["rankdir=LR;"] if writer.drawing.sideways else []
     legend = table_label("label=", writer.labels.legend(), ";")
     return digraph(writer.drawing.name, [*direction, *legend, *writer.body()])
@@ -55,9 +58,10 @@ def digraph(name: str, body: Sequence[str]) -> str:
 class _Writer:
     """The statements of one drawing; ``prefix`` keeps its identifiers apart from those of others in a digraph."""
 
-    def __init__(self, drawing: Drawing, overlay: Overlay, prefix: str = "") -> None:
+    def __init__(self, drawing: Drawing, overlay: Overlay, prefix: str = "", *, named: bool = False) -> None:
         self.drawing, self.overlay, self.prefix = drawing, overlay, prefix
-        self.labels = Labels(drawing, overlay)
+        self.names = Names() if named else None
+        self.labels = Labels(drawing, overlay, self.names)
 
     def body(self) -> list[str]:
         """Boxes in table order, phases around theirs, then the arrows."""
@@ -103,6 +107,7 @@ class _Writer:
         pale = self.overlay.fade and mark is None
         fill = BUSY if node.outstanding and not pale else QUIET
         attributes = [
+            *([f"id={quoted(f'state-{node.name}')}"] if self.names else []),
             f'fillcolor="{mark.colour if mark and mark.colour else fill}"',
             f'color="{PALE if pale else MUTED}"',
             f"tooltip={tooltip(node.meaning or node.name)}",
@@ -119,7 +124,8 @@ class _Writer:
     def _shared_arrow(self, shared: Shared) -> str:
         # Not inside the phase: an arrow written there would draw its target into the box.
         ends = f"{self.prefix}f_{shared.id} -> {self._state(shared.target)}"
-        return f"{ends} [{self._stroke(FAILURE, self._marked(shared))}, tooltip={_tip(shared)}];"
+        stroke = self._named(shared.rows, FAILURE) + self._stroke(FAILURE, self._marked(shared))
+        return f"{ends} [{stroke}, tooltip={_tip(shared)}];"
 
     def _marked(self, shared: Shared) -> bool:
         return bool(self.overlay.of_rows(shared.rows, shared.cause))
@@ -135,11 +141,16 @@ class _Writer:
         kind = next(kind for kind in (FAILURE, "wait", "enqueue", "host") if kind in kinds)
         marks = self.labels.edge_marks(edge)
         stroke = self._stroke(kind, bool(marks)) + (", penwidth=3" if any(mark.last for mark in marks) else "")
-        numbers = ranges(sorted({row for line in edge.lines for row in line.rows}))
-        tip = tooltip(f"{edge.source} to {edge.target}: rows {numbers}")
+        rows = sorted({row for line in edge.lines for row in line.rows})
+        tip = tooltip(f"{edge.source} to {edge.target}: rows {ranges(rows)}")
         ends = f"{self._state(source)} -> {self._state(target)}"
-        head = f"{ends} [{stroke}{cut}, tooltip={tip}, labeltooltip={tip}, label="
+        head = f"{ends} [{self._named(rows, kind)}{stroke}{cut}, tooltip={tip}, labeltooltip={tip}, label="
         return table_label(head, [row for line in edge.lines for row in self.labels.line(line)], "];")
+
+    def _named(self, rows: Iterable[int], kind: str) -> str:
+        if self.names is None:
+            return ""
+        return f'id="{self.names.of("rows", rows)}", ' + ('class="failure", ' if kind == FAILURE else "")
 
     def _middle(self, phase: str) -> str:
         inside = [node.name for node in self.drawing.nodes if node.phase == phase]

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Final
 
 from context_cache.diagrams.drawing import FAILURE, Drawing, Edge, Line, Node, Shared
-from context_cache.diagrams.markup import cell, escaped, font, ranges
+from context_cache.diagrams.markup import Names, cell, escaped, font, ranges
 from context_cache.diagrams.overlay import Mark, Overlay
 from context_cache.diagrams.table import Step
 
@@ -45,10 +45,10 @@ _KINDS: Final = (
 
 
 class Labels:
-    """The rows of the label tables of one drawing under one overlay."""
+    """The rows of the label tables of one drawing under one overlay; ``names``: for labels that can be found."""
 
-    def __init__(self, drawing: Drawing, overlay: Overlay) -> None:
-        self.drawing, self.overlay = drawing, overlay
+    def __init__(self, drawing: Drawing, overlay: Overlay, names: Names | None = None) -> None:
+        self.drawing, self.overlay, self.names = drawing, overlay, names
 
     def state(self, node: Node) -> list[str]:
         """Name, what is held, what entering does, and the rows that stay."""
@@ -97,8 +97,13 @@ class Labels:
             background = colour or (QUIET if pale else _BADGE[line.kind])
             number = font(escaped(badge), colour=_ink(None, pale))
             words = self._words(line, state, pale)
-            table_rows.append(f'<TR><TD BGCOLOR="{background}">{number}</TD><TD ALIGN="LEFT">{words}</TD></TR>')
+            name = "" if self.names is None else self._name(self.names, line, rows)
+            table_rows.append(f'<TR><TD{name} BGCOLOR="{background}">{number}</TD><TD ALIGN="LEFT">{words}</TD></TR>')
         return table_rows
+
+    def _name(self, names: Names, line: Line, rows: list[int]) -> str:
+        # A cell gets a group with its id only if it looks like a link, and a target without an address leads nowhere.
+        return f' ID="{names.of("label", rows, "failure" if line.kind == FAILURE else "")}" TARGET="_self"'
 
     def _words(self, line: Line, state: str, pale: bool) -> str:
         red = _ink(STROKE[FAILURE], pale)

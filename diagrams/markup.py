@@ -7,6 +7,7 @@ from typing import Final
 
 __all__ = [
     "FONT",
+    "Names",
     "cell",
     "escaped",
     "font",
@@ -61,6 +62,18 @@ def identifier(name: str) -> str:
     """An identifier that two names never share, whatever they hold; letters and digits are kept."""
     # Underscores are spelled too, so that two names can never meet in one identifier.
     return "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}_" for c in name)
+
+
+class Names:
+    """Ids of one picture, each given once: what it is, the rows that it stands for, and a number of its own."""
+
+    def __init__(self) -> None:
+        self._given = 0
+
+    def of(self, what: str, rows: Iterable[int], mark: str = "") -> str:
+        """``what-3-7--mark1``."""
+        self._given += 1
+        return f"{what}-{'-'.join(map(str, rows))}--{mark}{self._given}"
 
 
 def font(markup: str, *, size: int | None = None, colour: str | None = None) -> str:

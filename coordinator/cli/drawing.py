@@ -34,6 +34,9 @@ def draw_command() -> click.Command:
 @click.option("--format", "formats", multiple=True, metavar="FORMAT",
               help="dot, svg, png, pdf, mermaid, markdown or json; may be given several times.  [default: dot, json, "
               "svg]")
+@click.option("--html", metavar="FILE", type=click.Path(dir_okay=False),
+              help="Write one page with the machines and, with --trace, a recorded run to step through; it opens from "
+              "disk.")
 @click.option("--around", metavar="STATE", help="Only this state and the rows that lead to or from it, in full.")
 @click.option("--state", "highlight", metavar="STATE", help="Highlight this state.")
 @click.option("--trace", metavar="FILE", type=click.Path(dir_okay=False),
@@ -53,6 +56,7 @@ def _draw(
     machines: tuple[str, ...],
     output: str | None,
     formats: tuple[str, ...],
+    html: str | None,
     around: str | None,
     highlight: str | None,
     trace: str | None,
@@ -75,6 +79,7 @@ def _draw(
       context-cache draw request --format mermaid -o -
       context-cache draw request --trace t.jsonl --request r3 --format svg
       context-cache draw --coverage coverage.json --format png
+      context-cache draw --html explorer.html --trace t.jsonl
       context-cache draw --check
     """
     from context_cache.coordinator.cli.app import DoesNotHold, Unusable
@@ -84,7 +89,7 @@ def _draw(
     from context_cache.diagrams.pictures import PictureError, picture
 
     if check:
-        if machines or formats or around or highlight or trace or coverage or engine:
+        if machines or formats or html or around or highlight or trace or coverage or engine:
             raise Unusable("--check looks at all committed pictures; leave MACHINE and all options but -o away")
         folder = _committed_folder(output)
         stale = _stale(folder)
@@ -97,6 +102,13 @@ def _draw(
             names = ", ".join(f"{file} ({what})" for file, what in stale)
             delete = "delete what is left over and " if any(what == "left over" for _, what in stale) else ""
             raise DoesNotHold(f"{folder} differs from the tables: {names}; {delete}run: context-cache draw -o {folder}")
+        return
+
+    if html is not None:
+        if output or formats or around or highlight or request or step or coverage:
+            raise Unusable("--html writes one page; leave all options but --trace, --engine and --json away")
+        _write_html(html, machines, trace, engine)
+        click.echo(json.dumps({"written": [html]}) if as_json else html)
         return
 
     overlays = _overlays(trace, request, step, coverage)
@@ -133,6 +145,17 @@ def _draw(
     else:
         for path in paths:
             click.echo(path)
+
+
+def _write_html(html: str, machines: Sequence[str], trace: str | None, engine: str | None) -> None:
+    from context_cache.coordinator.cli.app import Unusable
+    from context_cache.coordinator.cli.exploring import CannotExplore, write_html
+    from context_cache.diagrams.engines import DrawingFailed, EngineMissing
+
+    try:
+        write_html(Path(html), machines, None if trace is None else Path(trace), engine=engine)
+    except (CannotExplore, DrawingFailed, EngineMissing) as error:
+        raise Unusable(str(error)) from None
 
 
 def _committed_folder(output: str | None) -> Path:

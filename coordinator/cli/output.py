@@ -13,8 +13,11 @@ class CannotWrite(Exception):
     """A file cannot be written. The message is one sentence."""
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write through a neighbouring file and a rename, so that a reader sees the old file or the new one."""
+def write_file(path: Path, content: bytes, option: str = "-o") -> None:
+    """Write through a neighbouring file and a rename, so that a reader sees the old file or the new one.
+
+    option: with which another place can be chosen.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,5 +30,5 @@ def write_file(path: Path, content: bytes) -> None:
                 beside.unlink()
     except OSError as error:
         raise CannotWrite(
-            f"{path} cannot be written ({error.strerror or error}); choose another place with -o"
+            f"{path} cannot be written ({error.strerror or error}); choose another place with {option}"
         ) from None

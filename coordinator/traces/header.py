@@ -23,7 +23,7 @@ from context_cache.coordinator.manager import ResourceType
 from context_cache.coordinator.traces import format as lines
 from context_cache.machines import ALL_MACHINES, fingerprint
 
-__all__ = ["FINGERPRINTS", "deployment_of", "header_of"]
+__all__ = ["FINGERPRINTS", "changed_machines", "deployment_of", "header_of"]
 
 FINGERPRINTS: Final = {spec.name: fingerprint(spec) for spec in ALL_MACHINES}
 """Of the tables of this version, by machine."""
@@ -57,6 +57,11 @@ def header_of(core: Core, *, tokens: bool, seed: int | None) -> lines.Header:
         tokens=tokens,
         seed=seed,
     )
+
+
+def changed_machines(header: lines.Header) -> tuple[str, ...]:
+    """Machines whose tables are not those that were recorded; the numbers of their rows may mean other rows now."""
+    return tuple(name for name, found in header.machines.items() if FINGERPRINTS.get(name) != found)
 
 
 def deployment_of(record: lines.Deployment) -> DeploymentConfig:

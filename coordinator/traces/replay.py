@@ -23,7 +23,7 @@ from context_cache.backends.base import Backend
 from context_cache.coordinator.errors import ContextCacheError
 from context_cache.coordinator.traces.again import make_again, offsets_of
 from context_cache.coordinator.traces.format import CallRecord, Header, Identity, StepRecord
-from context_cache.coordinator.traces.header import FINGERPRINTS
+from context_cache.coordinator.traces.header import FINGERPRINTS, changed_machines
 from context_cache.coordinator.traces.reader import (
     Group,
     RecordedStep,
@@ -138,9 +138,7 @@ class Replay:
         self._recorder.before_answers(self._ask)
         self.stage = Stage(header, self._recorder, backend, bytes_max=bytes_max)
         self._sink.last.clear()
-        self.changed_machines = tuple(
-            name for name, found in header.machines.items() if FINGERPRINTS.get(name) != found
-        )
+        self.changed_machines = changed_machines(header)
 
     def _script(self) -> Iterator[Identity]:
         # Refilled call by call; a question beyond what is recorded for the call gets no answer.

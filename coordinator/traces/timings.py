@@ -25,7 +25,7 @@ from context_cache.coordinator.traces.recorder import timings_of
 from context_cache.machines import REQUEST
 from context_cache.machines.step import DONE
 
-__all__ = ["TimedAct", "TimedCall", "TimedStep", "TimedTrace", "Timing", "Timings", "median_durations"]
+__all__ = ["TimedAct", "TimedCall", "TimedStep", "TimedTrace", "Timing", "Timings", "median_durations", "without_times"]
 
 _ROW_BYTES: Final = 32
 _ROWS_AT_ONCE: Final = 1024
@@ -143,6 +143,11 @@ class TimedCall:
         return getattr(record, "gave", None) or getattr(record, "request", None)
 
 
+def without_times(group: Group, now: int = 0) -> TimedCall:
+    """A call whose times are not known, as a point."""
+    return TimedCall(group, now, now, False, tuple(TimedStep(found, now, ()) for found in group.steps()))
+
+
 class TimedTrace:
     """A trace and its times together; a context manager. Iterating yields the calls that have times, in order.
 
@@ -169,17 +174,24 @@ class TimedTrace:
         return self._reader.torn
 
     def __iter__(self) -> Iterator[TimedCall]:
+        for call in self.calls():
+            if self.untimed and not len(self.times):
+                raise TraceError(
+                    f"{self.times.path} is empty and the trace is not: its recorder was never closed, so the times "
+                    "were lost; record again and close the recorder, or use it in a with statement"
+                )
+            if not self.untimed:
+                yield call
+
+    def calls(self) -> Iterator[TimedCall]:
+        """Every call, also those whose times were lost."""
         rows = _Rows(self.times)
         now = self.times.began_at
         for group in self._reader.groups():
             steps = group.steps()
             if self.untimed or (steps and rows.ended):
-                if not len(self.times):
-                    raise TraceError(
-                        f"{self.times.path} is empty and the trace is not: its recorder was never closed, so the times "
-                        "were lost; record again and close the recorder, or use it in a with statement"
-                    )
                 self.untimed += 1
+                yield without_times(group, now)
             elif steps:
                 call = rows.take(group, steps, now)
                 now = call.end
