@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from context_cache.coordinator import ContractViolation
+from context_cache.coordinator import BatchAdvance, ContractViolation
 from context_cache.coordinator.traces import TraceRecorder
 from context_cache.coordinator.traces import recorder as recorder_module
 from context_cache.coordinator.traces.encode import Encoder
@@ -258,6 +258,10 @@ def test_times_do_not_pile_up_while_steps_are_alike(recorded, harness_class, tmp
     handle = h.begin(h.T(4), headroom=200)
     h.run_prefill(handle)
     for token in range(60):
-        h.decode(handle, token)
+        assert h.prepare_decode(handle).status is h.OK
+        h.synchronize()
+        lengths = np.array([h.committed(handle) + 1], np.int32)
+        advances = BatchAdvance.one_token_each(np.array([token], np.int32), lengths)
+        assert h.coordinator.complete_decode_step(handle, advances) is h.OK
         assert len(recorder._times) < 16
     handle.close()

@@ -182,6 +182,28 @@ def test_a_lost_handle_that_meets_a_failing_upload_fails_again(recorded, ends_al
     assert kinds[-2:] == ["Close", "BeginRequest"]
 
 
+def test_uses_of_a_verb_are_counted_in_each_call(recorded, ends_alike, harness_class, tmp_path):
+    """The number of a failure is the one in its call; a replay that counted otherwise would agree with itself."""
+    h = recorded(tmp_path / "t", harness_class)
+    handle = h.begin(h.T(5))
+    h.run_prefill(handle)
+    for _ in range(3):
+        h.fail(1)
+        with pytest.raises(DeviceError):
+            h.prepare_decode(handle, 5)
+        h.heal()
+    for resident in (1, 2):
+        other = h.begin([7, 8], resident)
+        h.sync.fail = True
+        handle.close()
+        h.sync.fail = False
+        if h.coordinator.state == "poisoned":
+            other.close()
+            break
+    h.recorder.close()
+    assert ends_alike(tmp_path / "t", h.coordinator) == ["upload_base_rows 1 DeviceError"] * 3 + ["drain 1 not_idle"]
+
+
 # ---- publications ----------------------------------------------------------------------------------------------------
 
 ERRORS = [RuntimeError("?"), InvariantViolation("a page is lost"), MemoryError(), ValueError("?"), OSError(5, "?")]

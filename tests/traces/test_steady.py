@@ -6,6 +6,7 @@ completion, a slot that has ended or holds, another batch, other headroom, other
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from context_cache.coordinator import BatchAdvance, DecodingKvHeadroom
 from context_cache.coordinator.traces import recorder as recorder_module
 from context_cache.coordinator.traces.recorder import CallRecorder
+from context_cache.machines import Step
 
 CHECKPOINTED = ("hybrid", "recurrent")
 
@@ -158,6 +160,34 @@ def test_the_fast_path_writes_what_the_slow_path_writes_for_long(recorded, harne
         compare(recorded, harness_class, monkeypatch, seed, 150)
         recorded.end()
         recorded.made.clear()
+
+
+def slots_of(text):
+    """``0-2,5`` as numbers."""
+    ends = [part.split("-") for part in text.split(",") if part]
+    return tuple(slot for end in ends for slot in range(int(end[0]), int(end[-1]) + 1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_lines_of_steps_are_the_steps_that_were_made(recorded, harness_class, seed):
+    """A replay writes lines in the same way as the recorder, so it would not notice one that says something else."""
+    sink, made = Counting(), []
+    recorder = CallRecorder(sink)
+    write = recorder.take
+    recorder.take = lambda parts: (made.append(Step(parts[0], parts[1], tuple(parts[2]), *parts[3:])), write(parts))
+    h = recorded(recorder, lambda: harness_class(pages=20, max_batch=4, row_pages=8, enforce_min_pool=False))
+    play(h, random.Random(seed), 60)
+    h.end_everything()
+    lines = [json.loads(line) for line in sink.data.splitlines()]
+    steps = [line for line in lines if line["line"] == "step"]
+    assert len(steps) == len(made) > 50
+    for line, step in zip(steps, made, strict=True):
+        named = ("machine", "subject", "row", "event", "source", "target", "outcome")
+        assert [line[name] for name in named] == [getattr(step, name) for name in named]
+        assert tuple(line.get("guards", {}).items()) == step.guards
+        assert tuple(line.get("ran", ())) == step.ran
+        assert slots_of(line.get("slots", "")) == step.slots
+        assert (line.get("failed"), line.get("ended")) == (step.failed, step.work_ended)
 
 
 def test_such_a_schedule_replays(recorded, harness_class, monkeypatch, make_trace, tmp_path, replay_equal):
