@@ -80,7 +80,9 @@ class _CoveragePlugin:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self._ends.close()
         if self._worker:
-            self._config.workeroutput[_OUTPUT] = self.coverage.to_json()  # type: ignore[attr-defined]
+            # Only there on a worker, so no type knows of it.
+            worker: Any = self._config
+            worker.workeroutput[_OUTPUT] = self.coverage.to_json()
             return
         if self._out:
             Path(self._out).write_text(self.coverage.to_json() + "\n", encoding="utf-8")

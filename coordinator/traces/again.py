@@ -135,10 +135,10 @@ def _begin(record: lines.BeginRequest, stage: Stage, tokens: TokenSource, line: 
         headroom = DecodingKvHeadroom(*record.headroom)
     except ContractViolation as error:
         raise TraceError(f"line {line}: {error}") from None
-    stream = object() if record.other_stream else stage.stream
+    stream: Any = object() if record.other_stream else stage.stream
 
     def begin() -> None:
-        result = stage.coordinator.begin_request(admission, headroom, stream)  # type: ignore[arg-type]
+        result = stage.coordinator.begin_request(admission, headroom, stream)
         if result.admission is not None:
             # By the recorded name: a trace that was shortened numbers its requests anew.
             stage.keep(record.gave or result.admission.request.id, result.admission.request)
