@@ -22,8 +22,8 @@ from context_cache.machines import MachineSpec
 
 __all__ = ["STEPS_MAX", "CannotExplore", "write_html"]
 
-STEPS_MAX: Final = 500_000
-"""A page with more is too large for a browser to be fluid with; the rest of a longer trace is left out, and counted."""
+STEPS_MAX: Final = 400_000
+"""The rest of a longer trace is left out, and counted: no browser scrolls a list that is much longer."""
 
 
 class CannotExplore(Exception):

@@ -321,6 +321,49 @@ def brightness(colour):
     return (red + green + blue) / 765
 
 
+FAINT = """
+const colour = (text) => text.match(/[\\d.]+/g).map(Number);
+const light = ([red, green, blue]) => [red, green, blue].map((part) => part / 255)
+  .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, part, at) => sum + part * [0.2126, 0.7152, 0.0722][at], 0);
+const paper = (element) => {
+  for (let at = element; at; at = at.parentElement) {
+    const found = colour(getComputedStyle(at).backgroundColor);
+    if (found.length === 3 || found[3] > 0.99) return found;
+  }
+  return [255, 255, 255];
+};
+const faint = [];
+for (const element of document.querySelectorAll("body *:not(svg *)")) {
+  const words = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+  if (!words || !element.checkVisibility() || element.closest("[aria-disabled=true], .unseen")) continue;
+  const [one, other] = [light(colour(getComputedStyle(element).color)), light(paper(element))].sort((a, b) => b - a);
+  if ((one + 0.05) / (other + 0.05) < 4.5) faint.push(`${element.className} ${element.textContent}`);
+}
+return faint;
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("view", ["picture", "rows", "states"])
+def test_every_word_stands_out_from_its_ground(story, scheme, view):
+    """At least 4.5 to 1, as the accessibility guidelines (WCAG 2, 1.4.3) want it of text."""
+    story.emulate(prefers_color_scheme=scheme, prefers_reduced_motion="reduce")
+    story.click(f"#views [data-view={view}]")
+    story.choose("everything")
+    for _ in range(2):
+        assert story.js(FAINT) == []
+        story.press("n")
+    story.click("#only-failed")
+    story.click("#only-refused")
+    assert story.js(FAINT) == []
+
+
+def test_a_faint_word_is_noticed(story):
+    story.js("document.getElementById('position').style.color = '#999'")
+    assert story.js(FAINT) == ["position 1 of 8"]
+
+
 @pytest.mark.parametrize("width", [320, 400, 800, 1000, 1280])
 def test_nothing_is_cut_off_on_a_narrow_screen(explorer, make, width):
     page = explorer(make.trace(make.story()), size=(width, 800))

@@ -56,3 +56,4 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path):
     drawn = _run(script, "draw", "view", "--format", "svg", "--format", "pdf", "-o", "pictures", cwd=elsewhere)
     assert drawn.stdout.splitlines() == ["pictures/view.svg", "pictures/view.pdf"]
     _run(script, "draw", "--check", cwd=elsewhere)
+    assert _run(script, "draw", "view", "--html", "page.html", cwd=elsewhere).stdout == "page.html\n"
