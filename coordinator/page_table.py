@@ -83,6 +83,16 @@ class KVPageTable:
         """False: the next upload carries nothing. True: it may."""
         return self._any_dirty
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no row was ever uploaded."""
+        return bool(self._unknown.all())
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether every row is clear, on the device too."""
+        return not self._dirty.any() and bool((self._uploaded == -1).all())
+
     def pending(self) -> tuple[npt.NDArray[np.int64], Int32Array] | None:
         """What the next upload would carry: resident slots int64[k] and their K ids int32[k, M]. None: nothing."""
         if not self._any_dirty:

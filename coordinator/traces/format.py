@@ -7,6 +7,7 @@ what each field means, is in ``docs/trace-format.md``; the JSON Schema beside it
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
@@ -131,6 +132,7 @@ class Header(_Part, tag_field="line", tag="header", kw_only=True, frozen=True):
     machines:   fingerprint of each machine's table.
     tokens:     whether token ids lie in the token file; False: redacted.
     seed:       of the script that was recorded, if it has one; for the reader alone.
+    clear_rows: the page tables had been used before and every row was clear; False: they were new.
     """
 
     format: Name
@@ -142,6 +144,7 @@ class Header(_Part, tag_field="line", tag="header", kw_only=True, frozen=True):
     machines: dict[Name, Name]
     tokens: bool = True
     seed: int | None = None
+    clear_rows: bool = False
 
 
 class Act(_Part, kw_only=True, frozen=True):
@@ -384,3 +387,7 @@ def json_schema() -> dict[str, Any]:
         "title": f"One line of a {FORMAT}, version {VERSION}",
         **schema,
     }
+
+
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=2))

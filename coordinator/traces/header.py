@@ -32,7 +32,7 @@ _E = TypeVar("_E", bound=enum.Enum)
 
 
 def header_of(core: Core, *, tokens: bool, seed: int | None) -> lines.Header:
-    """The header of a trace of ``core``."""
+    """The header of a trace of ``core``. Raises ContractViolation when its page tables hold something."""
     books, deployment = core.manager.books, core.deployment
     pages, draft_pages, recurrent, partial = (core.manager.pools.capacity(kind) for kind in ResourceType)
     return lines.Header(
@@ -56,6 +56,7 @@ def header_of(core: Core, *, tokens: bool, seed: int | None) -> lines.Header:
         machines=FINGERPRINTS,
         tokens=tokens,
         seed=seed,
+        clear_rows=_rows_are_clear(core),
     )
 
 
@@ -85,6 +86,18 @@ def deployment_of(record: lines.Deployment) -> DeploymentConfig:
         ),
         enforce_min_pool=record.enforce_min_pool,
         block_diffusion=record.block_diffusion,
+    )
+
+
+def _rows_are_clear(core: Core) -> bool:
+    """Whether the page tables were used before. Raises ContractViolation for a state that no replay could begin in."""
+    tables = [table for table in (core.rows.base, core.rows.draft) if table is not None]
+    if all(table.is_new for table in tables):
+        return False
+    if all(table.is_clear for table in tables):
+        return True
+    raise ContractViolation(
+        "a trace begins with page tables that are new, or clear on the device; clear and upload their rows first"
     )
 
 

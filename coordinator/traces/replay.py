@@ -172,6 +172,8 @@ class Replay:
             # An interrupt that the trace does not know is meant for the replay.
             if not isinstance(error, Exception) and type(error).__name__ != group.record.raised:
                 raise
+            if isinstance(error, MemoryError) and group.record.raised != MemoryError.__name__:
+                raise TraceError(f"line {group.line}: this machine has not the memory to replay it") from None
         finally:
             faults.clear()
         if self._recorder.failure is not None:

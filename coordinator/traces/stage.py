@@ -159,6 +159,10 @@ class Stage:
             resources = allocate_resources(deployment, pages, backend, draft_pages if profile.paged_spec else None)
             self.backend = backend
             self.stream = backend.new_stream("replay")
+            if header.clear_rows:
+                for table in (resources.base_page_table, resources.draft_page_table):
+                    if table is not None:
+                        table.upload(self.stream)
             self.coordinator = ContextCacheCoordinator(
                 ContextCacheConfig(
                     enabled=True,
