@@ -7,7 +7,6 @@ what each field means, is in ``docs/trace-format.md``; the JSON Schema beside it
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
@@ -387,7 +386,3 @@ def json_schema() -> dict[str, Any]:
         "title": f"One line of a {FORMAT}, version {VERSION}",
         **schema,
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(json_schema(), indent=2))
