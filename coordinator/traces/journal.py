@@ -28,7 +28,7 @@ _HEAD: Final = struct.Struct("<8sQQ")
 _NUMBER: Final = struct.Struct("<Q")
 _BASE_AT: Final = 8
 _USED_AT: Final = 16
-_SIZE: Final = 2**20
+_SIZE: Final = 2**16
 _ROOM: Final = _SIZE - _HEAD.size
 _NO_RESERVATION: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
 
