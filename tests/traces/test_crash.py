@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from context_cache.coordinator.traces import TraceRecorder
+from context_cache.coordinator.traces import TraceRecorder, journal
 from context_cache.coordinator.traces.journal import JournaledFile, journal_of, open_journaled
 from context_cache.coordinator.traces.reader import TraceReader
 from context_cache.coordinator.traces.recorder import tokens_of
@@ -241,7 +241,7 @@ def test_what_is_appended_is_read_whatever_its_size(tmp_path):
 
 def test_a_death_between_any_two_writes_loses_nothing_that_was_there(tmp_path, monkeypatch):
     """A spill writes the journal's bytes, says that it has none, writes the piece, says where it is; it may stop."""
-    first, second = b"a" * (2**20 - 100), b"b" * 300
+    first, second = b"a" * (journal._SIZE - 100), b"b" * 300
     writes = []
 
     class Died(BaseException):
