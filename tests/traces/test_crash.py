@@ -219,7 +219,7 @@ def test_a_call_cut_between_two_of_its_steps_misses_one(data, make_trace, tmp_pa
 
 def test_what_is_appended_is_read_whatever_its_size(tmp_path):
     """Around the end of the journal, where a piece goes to the file together with what waited."""
-    room = 2**20 - 24
+    room = journal._SIZE - 24
     large = 3 * 2**20
     for sizes in ([1], [room], [room + 1], [room - 1, 1, 1], [5, room - 5, 1], [large, 2], [10, large, 10], [0]):
         path = tmp_path / "f"
