@@ -89,7 +89,7 @@ def _draw(
     from context_cache.diagrams.pictures import PictureError, picture
 
     if check:
-        if machines or formats or html or around or highlight or trace or coverage or engine:
+        if machines or formats or html or around or highlight or trace or request or step or coverage or engine:
             raise Unusable("--check looks at all committed pictures; leave MACHINE and all options but -o away")
         folder = _committed_folder(output)
         stale = _stale(folder)
@@ -278,4 +278,5 @@ def _overlay(found: Overlay | None, highlight: str | None) -> Overlay:
     overlay = Overlay() if found is None else found
     if highlight is None:
         return overlay
-    return evolve(overlay, states={**overlay.states, highlight: Mark(colour="#7ee787", last=True)})
+    mark = evolve(overlay.states.get(highlight, Mark()), colour="#7ee787", last=True)
+    return evolve(overlay, states={**overlay.states, highlight: mark})
