@@ -165,6 +165,7 @@ def run(
       context-cache run trace.jsonl --flavour hybrid --verify --limit 300
     """
     from context_cache.backends import BackendUnavailable, DeviceError
+    from context_cache.coordinator.cli.arguments import check_output
     from context_cache.coordinator.cli.flavours import FlavourError, check_options
     from context_cache.coordinator.cli.progress import LateProgress
     from context_cache.coordinator.cli.report import print_report
@@ -176,6 +177,8 @@ def run(
 
     if redact and trace is None:
         raise Unusable("--redact says what a trace leaves out, and there is none; add --trace FILE")
+    if trace is not None:
+        check_output(trace, "--trace", [] if workload is None else [workload], trace=True)
     try:
         kind, batch, slots = check_options(
             flavour, max_batch=max_batch, pages=pages, snapshot_slots=snapshot_slots
@@ -197,7 +200,7 @@ def run(
         try:
             recorder = TraceRecorder(trace, redact=redact, seed=seed)
         except OSError as error:
-            raise Unusable(f"--trace {trace}: cannot be written ({error.strerror}); name another file") from None
+            raise Unusable(f"{trace} cannot be written ({error.strerror}); choose another place with --trace") from None
     try:
         with ExitStack() as ends, LateProgress("requests", len(requests.requests)) as progress:
             if recorder is not None:
