@@ -27,13 +27,13 @@ _HEAD_BYTES = 4096
 def coverage_command(files: tuple[str, ...], output: str | None, fail_under: float | None, as_json: bool) -> None:
     """Add up which rows, guard outcomes and failure paths were taken, and list what never was.
 
-    FILE is a recorded trace, or what pytest --lifecycle-coverage=FILE wrote. An event that was offered and not taken
-    is in no trace, so traces alone leave some guards open.
+    FILE is a recorded trace, or what pytest --lifecycle-coverage-file=FILE wrote. An event that was offered and not
+    taken is in no trace, so traces alone leave some guards open.
 
     \b
     Examples:
       context-cache coverage t.jsonl
-      pytest --lifecycle-coverage=coverage.json && context-cache coverage coverage.json t.jsonl
+      pytest --lifecycle-coverage-file=coverage.json && context-cache coverage coverage.json t.jsonl
     """
     if output is not None:
         check_output(output, "--output", files, direct=True)
@@ -82,7 +82,7 @@ def coverage_of(name: str) -> Coverage:
     except (CoverageError, TraceError) as error:
         raise Unusable(f"{name}: {error}") from None
     except UnicodeDecodeError:
-        raise Unusable(f"{name}: it is no UTF-8 text; write it with: pytest --lifecycle-coverage=FILE") from None
+        raise Unusable(f"{name}: it is no UTF-8 text; write it with: pytest --lifecycle-coverage-file=FILE") from None
     except OSError as error:
         raise Unusable(f"{os.fspath(name)}: {error.strerror}; name a trace or a coverage file") from None
 

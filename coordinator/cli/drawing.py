@@ -44,7 +44,7 @@ def draw_command() -> click.Command:
 @click.option("--request", metavar="ID", help="With --trace: only this request, with the numbers of its steps.")
 @click.option("--step", type=click.IntRange(1), metavar="N", help="With --trace: only the steps up to this one.")
 @click.option("--coverage", metavar="FILE", type=click.Path(dir_okay=False),
-              help="Paint what was never taken red: a trace, or what pytest --lifecycle-coverage=FILE wrote.")
+              help="Paint what was never taken red: a trace, or what pytest --lifecycle-coverage-file=FILE wrote.")
 @click.option("--engine", type=click.Choice(["pure", "dot"]),
               help="What lays pictures out: graphviz-pure, which comes with the extra draw, or the system's dot.  "
               "[default: pure where it is installed]")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("backends", "coordinator", "diagrams", "machines")
+ROOMS = ("backends", "coordinator", "diagrams", "machines", "pytest_plugin")
 
 # The longest prefix of a module's name decides. "context_cache.x" allows x and everything below it.
 ALLOWED = {
@@ -35,6 +35,7 @@ ALLOWED = {
         "attrs", "numpy", "pytest", "hypothesis",
         "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
     ),
+    "context_cache.pytest_plugin": ("pytest", "context_cache.coordinator", "context_cache.machines"),
     "context_cache.coordinator.traces": (
         "attrs", "numpy", "msgspec", "opentelemetry",
         "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
