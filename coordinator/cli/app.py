@@ -27,7 +27,10 @@ class Unusable(click.ClickException):
     exit_code = 2
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"context-cache: {self.message}", file=file or sys.stderr)
+        from context_cache.coordinator.traces.describe import printable
+
+        # A message may quote a file, and a file may come from anywhere.
+        click.echo(f"context-cache: {printable(self.message)}", file=file or sys.stderr)
 
 
 class DoesNotHold(Unusable):

@@ -22,6 +22,7 @@ from attrs import evolve, frozen
 from msgspec.structs import replace
 
 from context_cache.coordinator.traces import format as lines
+from context_cache.coordinator.traces.describe import printable
 from context_cache.coordinator.traces.reader import Group, TraceError, TraceReader, decode_call, decode_step
 from context_cache.coordinator.traces.replay import Replay, ReplayResult, differing_fields, replay, rewriting
 from context_cache.coordinator.traces.shorten import prompts_of, shortened
@@ -141,7 +142,7 @@ def shrink(
             (len(_requests(everything)), len(_requests(kept))),
             (_tokens(everything), _tokens(kept)),
             shrinker.differs,
-            " ".join(str(part) for part in shrinker.symptom if not isinstance(part, tuple)),
+            printable(" ".join(str(part) for part in shrinker.symptom if not isinstance(part, tuple))),
             shrinker.tries,
         )
 

@@ -153,3 +153,34 @@ def test_a_failing_trace_is_shrunk_on_the_command_line(cli, trace, tmp_path):
     assert outcome.report["calls"][1] <= outcome.report["calls"][0]
     assert cli("replay", tmp_path / "t.min.jsonl").status == 1
     assert shrink(trace, tmp_path / "again.jsonl").differs
+
+
+def test_no_control_character_of_a_trace_reaches_the_terminal(cli, trace, tmp_path):
+    text = trace.read_text()
+    evil = "\\u001b]0;pwn\\u0007\\u001b[2J\\u009b2J\\u202e"
+    for number, old in enumerate((
+        '"target":"prefilling"', '"ran":["take_leases"', '"subject":"r1"', '"status":"OK"', '"version":1',
+        '"event":"take"',
+    )):  # fmt: skip
+        assert old in text
+        key = old.partition(":")[0]
+        new = f'{key}:["{evil}"' if "[" in old else f'{key}:"{evil}"'
+        (tmp_path / "evil.jsonl").write_text(text.replace(old, new, 1))
+        (tmp_path / "evil.jsonl.tokens").write_bytes((tmp_path / "t.jsonl.tokens").read_bytes())
+        for arguments in ((), ("--step",), ("--shrink", "-o", tmp_path / f"{number}.jsonl")):
+            outcome = cli("replay", tmp_path / "evil.jsonl", *arguments)
+            shown = outcome.out + outcome.err
+            assert not set(shown) & set("\x1b\x07\x9b\u202e"), (old, arguments, shown)
+        assert "pwn" in cli("replay", tmp_path / "evil.jsonl", "--step").out or "version" in old
+
+
+def test_a_difference_says_the_same_on_a_terminal_and_in_a_test(cli, trace):
+    from context_cache.coordinator.traces.describe import difference_text
+    from context_cache.coordinator.traces.replay import replay
+
+    trace.write_text(trace.read_text().replace('"target":"prefilling"', '"target":"settled"', 1))
+    shown = cli("replay", trace).out.split()
+    told = difference_text(replay(trace).difference)
+    assert "before the call: request r1 was admitted" in told
+    for word in told.replace("row 0,", "0").replace(",", "").split():
+        assert word in {*(one.rstrip(",") for one in shown), "slot", "row", "epoch", "pages", "0:"}, word
