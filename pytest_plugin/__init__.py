@@ -17,40 +17,60 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 import pytest
 
 if TYPE_CHECKING:
-    from context_cache.coordinator.testing.steps import LastSteps
     from context_cache.coordinator.traces import TraceRecorder
+    from context_cache.pytest_plugin.steps import LastSteps
 
+_COORDINATOR: Final = "context_cache.coordinator"
 _STEPS_OF: Final = pytest.StashKey["_Steps"]()
 
 
-class _Steps:
-    """Keeps the last steps from the moment that something has imported the machines."""
+class _Steps(MetaPathFinder):
+    """Keeps the last steps from the moment that somebody imports the coordinator.
+
+    A coordinator has the witnesses that were there before it, so the moment counts. Being asked where the coordinator
+    lies tells of it; the answer is left to the others.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._ends = ExitStack()
         self.keeper: LastSteps | None = None
 
-    def look(self) -> None:
-        """Begin if there is something to look at. A coordinator has the witnesses that were there before it."""
-        if self.keeper is not None or self._count == 0 or "context_cache.machines" not in sys.modules:
+    def wait(self) -> None:
+        """Begin now, or with the import."""
+        if self._count == 0:
             return
-        from context_cache.coordinator.testing.steps import LastSteps
-        from context_cache.machines import witnessed_by
+        sys.meta_path.insert(0, self)
+        if _COORDINATOR in sys.modules:
+            self._begin()
 
-        self.keeper = LastSteps(self._count)
-        self._ends.enter_context(witnessed_by(self.keeper))
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        # It stays where it is: the list of finders is gone through at this moment. And the library may be imported anew.
+        if fullname == _COORDINATOR:
+            self._begin()
 
     def end(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
         self._ends.close()
+
+    def _begin(self) -> None:
+        from context_cache.machines import witnessed_by
+        from context_cache.pytest_plugin.steps import LastSteps
+
+        self._ends.close()
+        self.keeper = LastSteps(self._count)
+        self._ends.enter_context(witnessed_by(self.keeper))
 
 
 def _percent(text: str) -> float:
@@ -95,6 +115,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "trace(path): replay this recorded trace (relative to the test file) before the test"
     )
     config.stash[_STEPS_OF] = _Steps(config.getoption("--lifecycle-steps"))
+    config.stash[_STEPS_OF].wait()
     file, fail_under = config.getoption("--lifecycle-coverage-file"), config.getoption("--lifecycle-fail-under")
     if file is None and not config.getoption("--lifecycle-coverage"):
         if fail_under is not None:
@@ -118,15 +139,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    steps = item.config.stash[_STEPS_OF]
-    steps.look()
-    if steps.keeper is not None:
-        steps.keeper.begin_test()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_fixture_setup(request: pytest.FixtureRequest) -> None:
-    request.config.stash[_STEPS_OF].look()
+    keeper = item.config.stash[_STEPS_OF].keeper
+    if keeper is not None:
+        keeper.begin_test()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -144,7 +159,6 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    item.config.stash[_STEPS_OF].look()
     for marker in item.iter_markers("trace"):
         if len(marker.args) != 1 or marker.kwargs:
             raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.trace takes one path of a trace")

@@ -35,7 +35,9 @@ ALLOWED = {
         "attrs", "numpy", "pytest", "hypothesis",
         "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
     ),
-    "context_cache.pytest_plugin": ("pytest", "context_cache.coordinator", "context_cache.machines"),
+    "context_cache.pytest_plugin": (
+        "pytest", "context_cache.coordinator", "context_cache.machines", "context_cache.pytest_plugin",
+    ),
     "context_cache.coordinator.traces": (
         "attrs", "numpy", "msgspec", "opentelemetry",
         "context_cache.coordinator", "context_cache.machines", "context_cache.backends",

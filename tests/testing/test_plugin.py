@@ -276,23 +276,43 @@ def test_a_coordinator_of_many_tests_shows_steps_from_before_the_test(pytester, 
     assert "request r2: new --begin_request--> admitted" in text
 
 
-def test_steps_are_kept_of_a_coordinator_that_is_the_first_import_of_the_library(pytester, trace):
+def test_steps_are_kept_although_the_test_itself_is_the_first_to_import_the_library(pytester, trace):
     pytester.makepyfile(
         """
-        import pytest
+        import sys
 
-        @pytest.fixture(scope="session")
-        def library():
-            import story
-            return story
-
-        def test_it(library):
-            library.story(end=False)
-            assert False
+        def test_it():
+            assert "context_cache.machines" not in sys.modules
+            from story import story
+            kept = story(end=False)
+            assert kept is None
         """
     )
     done = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    done.stdout.fnmatch_lines(["*last lifecycle steps of live requests*"])
+    done.stdout.fnmatch_lines(["*last lifecycle steps of live requests*", "request r1: prefilling --finalize_prefill*"])
+
+
+def test_the_import_of_the_library_asks_every_other_finder(pytester, trace):
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_it():
+            asked = []
+
+            class Finder:
+                def __init__(self, number): self.number = number
+
+                def find_spec(self, name, path, target=None):
+                    if name == "context_cache.coordinator":
+                        asked.append(self.number)
+
+            sys.meta_path[1:1] = [Finder(1), Finder(2)]
+            import context_cache.coordinator
+            assert asked == [1, 2]
+        """
+    )
+    pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
 def test_a_project_that_does_not_use_the_library_does_not_import_it(pytester):
