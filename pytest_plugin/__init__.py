@@ -55,7 +55,7 @@ class _Steps(MetaPathFinder):
             self._begin()
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        # It stays where it is: the list of finders is gone through at this moment. And the library may be imported anew.
+        # It stays where it is: the list of finders is gone through at this moment, and there may be another import.
         if fullname == _COORDINATOR:
             self._begin()
 
