@@ -44,7 +44,7 @@ def draw_command() -> click.Command:
 @click.option("--request", metavar="ID", help="With --trace: only this request, with the numbers of its steps.")
 @click.option("--step", type=click.IntRange(1), metavar="N", help="With --trace: only the steps up to this one.")
 @click.option("--coverage", metavar="FILE", type=click.Path(dir_okay=False),
-              help="Paint what was never taken red: a trace, or what pytest --lifecycle-coverage=FILE wrote.")
+              help="Paint what was never taken red: a trace, or what pytest --lifecycle-coverage-file=FILE wrote.")
 @click.option("--engine", type=click.Choice(["pure", "dot"]),
               help="What lays pictures out: graphviz-pure, which comes with the extra draw, or the system's dot.  "
               "[default: pure where it is installed]")
@@ -83,6 +83,7 @@ def _draw(
       context-cache draw --check
     """
     from context_cache.coordinator.cli.app import DoesNotHold, Unusable
+    from context_cache.coordinator.cli.arguments import check_inputs, check_output
     from context_cache.coordinator.cli.output import CannotWrite, write_file
     from context_cache.coordinator.cli.progress import LateProgress
     from context_cache.diagrams.engines import DrawingFailed, EngineMissing
@@ -107,6 +108,9 @@ def _draw(
     if html is not None:
         if output or formats or around or highlight or request or step or coverage:
             raise Unusable("--html writes one page; leave all options but --trace, --engine and --json away")
+        if trace is not None:
+            check_inputs(trace, option="--trace", advice="name another file")
+        check_output(html, "--html", [] if trace is None else [trace], makes_folders=True)
         _write_html(html, machines, trace, engine)
         click.echo(json.dumps({"written": [html]}) if as_json else html)
         return
@@ -135,6 +139,8 @@ def _draw(
         click.echo(made[0][1], nl=False)
         return
     paths = [Path(output or ".") / file for file, _ in made]
+    for path in paths:
+        check_output(str(path), "-o", [name for name in (trace, coverage) if name is not None], makes_folders=True)
     try:
         for path, (_, content) in zip(paths, made, strict=True):
             write_file(path, content)
@@ -244,6 +250,7 @@ def _file(name: str, format: str, around: str | None, highlight: str | None) -> 
 def _overlays(trace: str | None, request: str | None, step: int | None, coverage: str | None) -> dict[str, Overlay]:
     """What is laid over each machine's picture. Raises Unusable."""
     from context_cache.coordinator.cli.app import Unusable
+    from context_cache.coordinator.cli.arguments import check_inputs
 
     if trace is None and (request is not None or step is not None):
         raise Unusable("--request and --step choose from a trace; add --trace FILE")
@@ -251,6 +258,8 @@ def _overlays(trace: str | None, request: str | None, step: int | None, coverage
         raise Unusable("--trace and --coverage both colour the rows; draw one after the other")
     if trace is None and coverage is None:
         return {}
+    if trace is not None:
+        check_inputs(trace, option="--trace")
     from context_cache.coordinator.cli.overlaying import coverage_overlays, trace_overlays
 
     return coverage_overlays(coverage) if coverage is not None else trace_overlays(trace or "", request, step)
