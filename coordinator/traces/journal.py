@@ -30,7 +30,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 from zlib import crc32
 
-__all__ = ["JournaledBytes", "JournaledFile", "discard_journal", "journal_of", "locked_shared", "open_journaled"]
+__all__ = [
+    "JournaledBytes",
+    "JournaledFile",
+    "discard_journal",
+    "journal_of",
+    "locked_folder",
+    "locked_shared",
+    "open_journaled",
+]
 
 _MAGIC: Final = b"CCJOURN2"
 _HEAD: Final = struct.Struct("<8sQQQ")
@@ -230,6 +238,18 @@ def locked_shared(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+
+
+@contextlib.contextmanager
+def locked_folder(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Wait for whoever else replaces several files of a folder as one."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _make_journal(path: Path) -> mmap.mmap:

@@ -30,10 +30,10 @@ from context_cache.coordinator.identity import BlockHasher
 from context_cache.coordinator.manager import ResourceType
 from context_cache.coordinator.traces.doors import Acts, NotedAct, WatchedDevice, watched_publisher
 from context_cache.coordinator.traces.encode import Encoder, NotKept
+from context_cache.coordinator.traces.files import TraceFiles, timings_of, tokens_of
 from context_cache.coordinator.traces.format import Identity
 from context_cache.coordinator.traces.header import header_of
 from context_cache.coordinator.traces.identities import IdentityBook, ScriptedHasher, WatchedHasher
-from context_cache.coordinator.traces.journal import JournaledFile, journal_of
 from context_cache.coordinator.traces.steady import SteadyCall, StepLines, steady_call
 from context_cache.coordinator.watching import Publisher
 from context_cache.machines import REQUEST, Step, StepParts
@@ -44,19 +44,13 @@ _log = logging.getLogger("context_cache.traces")
 
 _TIMES_MAX: Final = 8192
 _REQUEST: Final = REQUEST.name
-
-
-def tokens_of(path: str | os.PathLike[str]) -> str:
-    """Where the token ids of a trace lie: raw little-endian int32."""
-    return f"{os.fspath(path)}.tokens"
-
-
-def timings_of(path: str | os.PathLike[str]) -> str:
-    """Where the times of a trace lie: little-endian int64 rows (step, act or -1, begin, end), nanoseconds.
-
-    A row with -1 is a call, under the number of its last step; act 0, 1, ... are what that step of a request did.
-    """
-    return f"{os.fspath(path)}.timings"
+_EVENTS: Final = {
+    "close": "drop",
+    "publish_hybrid_mtp_endpoint": "publish_mtp_endpoint",
+    "restore_hybrid_mtp_boundary_hidden": "restore_mtp_boundary",
+    "finalize_prefill_publication": "finalize_prefill",
+}
+"""What a call fires at its request, where it is not called as the call is."""
 
 
 class Sink(Protocol):
@@ -75,6 +69,10 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Nothing more will come."""
+
+
+class TornCall(Exception):
+    """An interrupt came between the end of a call and the recorder."""
 
 
 class CallRecorder:
@@ -153,7 +151,8 @@ class CallRecorder:
         self._encoder = Encoder(core, self._sink.tokens)
         redacted = self._sink.tokens is None
         # From a seed the tokens of a generated script could be worked out.
-        header = header_of(core, tokens=not redacted, seed=None if redacted else self._seed)
+        seed = None if redacted or self._seed is None else int(self._seed)
+        header = header_of(core, tokens=not redacted, seed=seed)
         try:
             self._sink.line(msgspec.json.encode(header) + b"\n")
         except Exception as error:
@@ -227,7 +226,7 @@ class CallRecorder:
                 if self._off or self._encoder is None:
                     self._happened.clear()
                 else:
-                    self._check_whole("close")
+                    self._check_whole("close", raised)
                     lines, steps = self._lines.of(self._happened)
                     self._finish(self._encoder.close(request.id, raised) + lines, steps)
             except Exception as failure:
@@ -262,7 +261,7 @@ class CallRecorder:
         """The lines of a call that is not like the one before."""
         encoder, happened = self._encoder, self._happened
         assert encoder is not None, "calls come to a coordinator that was attached"
-        self._check_whole(name)
+        self._check_whole(name, error)
         answers = self._book.take()
         refused = isinstance(error, ContractViolation) and not answers and not any(map(_did, happened))
         head = encoder.call(name, arguments, options, result, error, answers, refused=refused)
@@ -293,8 +292,14 @@ class CallRecorder:
             times, self._times = self._times, []
             self._sink.times(np.array(times, "<i8"))
 
-    def _check_whole(self, name: str) -> None:
+    def _check_whole(self, name: str, error: BaseException | None) -> None:
         """Raise if what happened belongs to two calls: the one before was torn apart before anybody was told of it."""
+        own = [item[1] for item in self._happened if type(item) is tuple and item[1].machine == _REQUEST]
+        event = _EVENTS.get(name, name)
+        late = isinstance(error, ContractViolation) and any(firing.outcome == "done" for firing in own)
+        several = len(own) > 1 and name != "shutdown"
+        if late or several or any(firing.event != event for firing in own):
+            raise TornCall(f"a call before {name} was torn apart by an interrupt, and cannot be told from it")
 
     def _switch_off(self, error: BaseException) -> None:
         if isinstance(error, NotKept) and error.__cause__ is not None:
@@ -399,61 +404,6 @@ def _twin(interrupt: BaseException) -> BaseException:
 def _did(item: StepParts | NotedAct) -> bool:
     """Whether it is more than a refusal."""
     return isinstance(item, NotedAct) or item[1].row >= 0
-
-
-class TraceFiles:
-    """The three files of a trace. What lies at the path is touched when all of them can be made, and not before.
-
-    Raises OSError when one cannot be made, or another recorder writes it.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, redact: bool, timings: bool) -> None:
-        self._open: list[JournaledFile] = []
-        unused = [name for name, is_unused in ((tokens_of(path), redact), (timings_of(path), not timings)) if is_unused]
-        try:
-            self.line: Callable[[bytes], object] = self._make(path).append
-            self.tokens: Callable[[bytes], int] | None = None if redact else self._make(tokens_of(path)).append
-            self._timings = self._make(timings_of(path)) if timings else None
-            for name in unused:
-                _remove(name)
-            for file in self._open:
-                file.start()
-        except BaseException:
-            for file in self._open:
-                file.discard()
-            raise
-
-    def _make(self, path: str | os.PathLike[str]) -> JournaledFile:
-        file = JournaledFile(path, start=False)
-        self._open.append(file)
-        return file
-
-    def times(self, rows: npt.NDArray[np.int64]) -> None:
-        if self._timings is not None:
-            self._timings.append(rows.tobytes())
-
-    def close(self) -> None:
-        """Close each of them, whatever becomes of the others; the first error is raised at the end."""
-        failures: list[OSError] = []
-        for file in self._open:
-            try:
-                file.close()
-            except OSError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
-
-    def abandon(self) -> None:
-        """Give the files back as they are; one that is closed already stays closed."""
-        for file in self._open:
-            file.abandon()
-
-
-def _remove(path: str) -> None:
-    """Remove what an earlier trace left, which would be taken for this one's; its recorder may have died, too."""
-    for left in (path, journal_of(path)):
-        with suppress(FileNotFoundError):
-            os.unlink(left)
 
 
 def _note_acts(times: list[tuple[int, int, int, int]], steps: int, happened: list[StepParts | NotedAct]) -> None:
