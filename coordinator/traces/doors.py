@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from itertools import starmap
 from time import perf_counter_ns
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -30,6 +32,7 @@ __all__ = ["Acts", "NotedAct", "WatchedDevice", "error_name", "watched_publisher
 
 NOT_IDLE = "not_idle"
 _R = TypeVar("_R")
+_ONCE: Final[tuple[tuple[()]]] = ((),)
 
 
 def error_name(error: BaseException) -> str:
@@ -82,12 +85,13 @@ class Acts:
             return run()
         digest, nth = _digest(parts), self._use(verb)
         begin = perf_counter_ns()
+        done: list[bool] = []
         try:
-            enqueued = self._through(verb, nth, run)
+            self._through(verb, nth, run, done)
         except BaseException as error:
-            again = self._to_repeat(verb, nth, error)
-            self._note(Act(verb=verb, digest=digest, failed=error_name(error), nth=again), begin)
+            self._note(Act(verb=verb, digest=digest, failed=error_name(error), nth=None if done else nth), begin)
             raise
+        enqueued = done[0]
         if enqueued:
             self._note_act(
                 NotedAct(b'{"verb":"%b","digest":"%b"}' % (verb.encode(), digest.encode()), begin, perf_counter_ns())
@@ -116,11 +120,12 @@ class Acts:
             return
         nth = self._use("publish")
         begin = perf_counter_ns()
+        done: list[None] = []
         try:
-            self._through("publish", nth, run)
+            self._through("publish", nth, run, done)
         except BaseException as error:
-            again = self._to_repeat("publish", nth, error)
-            self._note(Act(verb="publish", slot=slot, failed=error_name(error), nth=again), begin)
+            act = Act(verb="publish", slot=slot, failed=error_name(error), nth=None if done else nth)
+            self._note(act, begin)
             raise
 
     def fail_if_armed(self) -> None:
@@ -128,25 +133,22 @@ class Acts:
         if self.armed is not None:
             raise self.armed
 
-    def _through(self, verb: str, nth: int, run: Callable[[], _R]) -> _R:
+    def _through(self, verb: str, nth: int, run: Callable[[], _R], done: list[_R]) -> None:
+        """Run it and put what it returns into ``done``.
+
+        In one operation, as far as interrupts go: one that comes with ``done`` filled came from outside the action,
+        and raising it instead of the action would not be the same.
+        """
         fault = self.faults.get((verb, nth)) if self.faults else None
         if not isinstance(fault, BaseException):
-            return run()
+            done.extend(starmap(run, _ONCE))
+            return
         self.armed = fault
         try:
             run()
         finally:
             self.armed = None
         raise fault
-
-    def _to_repeat(self, verb: str, nth: int, error: BaseException) -> int | None:
-        """``nth``, or None of an interrupt that came before or after the action itself: nobody knows if it was done."""
-        if isinstance(error, Exception) or error is self.faults.get((verb, nth)):
-            return nth
-        last = error.__traceback__
-        while last is not None and last.tb_next is not None:
-            last = last.tb_next
-        return None if last is not None and last.tb_frame.f_globals is globals() else nth
 
     def _use(self, verb: str) -> int:
         self._uses[verb] += 1
@@ -160,7 +162,7 @@ def watched_publisher(publisher: Publisher, acts: Acts) -> Publisher:
     """``publisher``, noted."""
 
     def publish(offer: Offer, core: Core, request: Request, resident: int) -> None:
-        acts.publish(resident, lambda: publisher(offer, core, request, resident))
+        acts.publish(resident, partial(publisher, offer, core, request, resident))
 
     return publish
 
@@ -209,30 +211,30 @@ class WatchedDevice:
         return self._lengths("install_draft_lengths", lengths, self._inner.install_draft_lengths)
 
     def _lengths(self, verb: str, lengths: Int32Array, run: Callable[[Int32Array], bool]) -> bool:
-        return self._acts.enqueue(verb, (lengths,), lambda: run(lengths))
+        return self._acts.enqueue(verb, (lengths,), partial(run, lengths))
 
     def compact_base_lengths(self, mapping: DeviceArray, old_size: int, new_size: int) -> bool:
         return self._acts.enqueue(
             "compact_base_lengths",
             ((old_size, new_size),),
-            lambda: self._inner.compact_base_lengths(mapping, old_size, new_size),
+            partial(self._inner.compact_base_lengths, mapping, old_size, new_size),
         )
 
     def compact_draft_lengths(self, mapping: DeviceArray, old_size: int, new_size: int) -> bool:
         return self._acts.enqueue(
             "compact_draft_lengths",
             ((old_size, new_size),),
-            lambda: self._inner.compact_draft_lengths(mapping, old_size, new_size),
+            partial(self._inner.compact_draft_lengths, mapping, old_size, new_size),
         )
 
     def copy_mapping(self, mapping: Int32Array, tensor: DeviceArray) -> bool:
         return self._acts.enqueue(
-            "copy_mapping", (mapping,), lambda: self._inner.copy_mapping(mapping, tensor)
+            "copy_mapping", (mapping,), partial(self._inner.copy_mapping, mapping, tensor)
         )
 
     def clear_resident_state(self, slots: tuple[int, ...]) -> bool:
         return self._acts.enqueue(
-            "clear_resident_state", (slots,), lambda: self._inner.clear_resident_state(slots)
+            "clear_resident_state", (slots,), partial(self._inner.clear_resident_state, slots)
         )
 
     def zero_recurrent(self, copies: SnapshotCopies) -> bool:
@@ -255,7 +257,7 @@ class WatchedDevice:
             copies.slots, copies.rows, copies.partial_slots, copies.base_pages, copies.tokens, copies.draft_pages,
             copies.zero_rows,
         )  # fmt: skip
-        return self._acts.enqueue(verb, parts, lambda: run(copies))
+        return self._acts.enqueue(verb, parts, partial(run, copies))
 
     def capture_hidden(self, copy: HiddenCopy) -> bool:
         return self._hidden("capture_hidden", copy, self._inner.capture_hidden)
@@ -264,7 +266,7 @@ class WatchedDevice:
         return self._hidden("restore_hidden", copy, self._inner.restore_hidden)
 
     def _hidden(self, verb: str, copy: HiddenCopy, run: Callable[[HiddenCopy], bool]) -> bool:
-        return self._acts.enqueue(verb, ((copy.slot, copy.row, copy.logical_slot),), lambda: run(copy))
+        return self._acts.enqueue(verb, ((copy.slot, copy.row, copy.logical_slot),), partial(run, copy))
 
     def drain(self) -> DrainResult:
         return self._acts.drain(self._inner.drain)

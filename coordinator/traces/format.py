@@ -153,8 +153,8 @@ class Act(_Part, kw_only=True, frozen=True):
     digest: eight hexadecimal digits over its arguments.
     slot:   of a failed publication: the resident slot.
     failed: class of the error; of a drain: ``not_idle`` or the class of an interrupt.
-    nth:    of a failure: which use of this verb in its call it was, counted from 1; None: an interrupt that came from
-            outside the action, which may have been done, so that it cannot be repeated.
+    nth:    of a failure: which use of this verb in its call it was, counted from 1; None: it had been done when an
+            interrupt came, so that failing instead of it would not be the same.
     """
 
     verb: Name
