@@ -248,8 +248,8 @@ def _advance(
     most = stage.tokens_max
     if at < 0 and count > most:
         raise TraceError(
-            f"line {line}: a completion with {count} tokens, more than the {most} that all rows together have; the line "
-            "was edited"
+            f"line {line}: a completion with {count} tokens, more than the {most} that all rows together have; the "
+            "line was edited"
         )
     ids = tokens(at, count, line)
     if record.counts is None or record.committed is None:
