@@ -17,6 +17,7 @@ from context_cache.machines import MachineSpec
 
 __all__ = ["digraph", "to_dot", "together"]
 
+_INK = "#24292f"
 _BOX = f'labelloc=t, fontsize=14, style="rounded,filled", color="{MUTED}", fillcolor="#f6f8fa"'
 
 
@@ -82,9 +83,12 @@ class _Writer:
         for edge in drawing.edges:
             lines += self._edge(edge)
         for machine in dict.fromkeys(arc.machine for arc in drawing.arcs):
+            colour = self._couple(*(arc.source for arc in drawing.arcs if arc.machine == machine))
+            fill = QUIET if colour == PALE else "#f5edff"
             lines.append(
-                f'{self._machine(machine)} [shape=component, style=filled, fillcolor="#f5edff", color="{COUPLE}", '
-                f"fontsize=11, tooltip={tooltip(f'the machine {machine}')}, label={quoted(machine)}];"
+                f'{self._machine(machine)} [shape=component, style=filled, fillcolor="{fill}", color="{colour}", '
+                f'fontcolor="{PALE if colour == PALE else _INK}", fontsize=11, '
+                f"tooltip={tooltip(f'the machine {machine}')}, label={quoted(machine)}];"
             )
         lines += [self._arc(arc) for arc in drawing.arcs]
         return lines
@@ -98,7 +102,7 @@ class _Writer:
     def _start(self, node: Node) -> list[str]:
         start, tip = f"{self.prefix}start", 'tooltip="the initial state"'
         return [
-            f'{start} [shape=circle, label="", width=0.14, fixedsize=true, fillcolor="#24292f", {tip}];',
+            f'{start} [shape=circle, label="", width=0.14, fixedsize=true, fillcolor="{_INK}", {tip}];',
             f"{start} -> {self._state(node.name)} [{tip}];",
         ]
 
@@ -162,12 +166,18 @@ class _Writer:
     def _stroke(self, kind: str, marked: bool) -> str:
         return f'color="{self._stroke_colour(kind, marked)}"' + (", style=dashed" if kind == FAILURE else "")
 
+    def _couple(self, *sources: str) -> str:
+        """The colour of what entering these states does: as pale as all of them are."""
+        pale = self.overlay.fade and not any(source in self.overlay.states for source in sources)
+        return PALE if pale else COUPLE
+
     def _machine(self, name: str) -> str:
         return f"{self.prefix}m_{identifier(name)}"
 
     def _arc(self, arc: Arc) -> str:
         tip = tooltip(f"entering {arc.source} offers {arc.event} to the machine {arc.machine}")
-        line = f'style=dotted, color="{COUPLE}", fontcolor="{COUPLE}", fontsize=9, tooltip={tip}, labeltooltip={tip}'
+        colour = self._couple(arc.source)
+        line = f'style=dotted, color="{colour}", fontcolor="{colour}", fontsize=9, tooltip={tip}, labeltooltip={tip}'
         return f"{self._state(arc.source)} -> {self._machine(arc.machine)} [{line}, label={quoted(arc.event)}];"
 
 

@@ -70,7 +70,7 @@ def _draw(
     """Draw lifecycles from their tables: MACHINE is one of request, sequence, capture, coordinator, execution, view,
     request-phases or overview (default: all). Nothing has to run for it.
 
-    Files are named after the picture and its format, and each is written whole or not at all.
+    Files are named after the picture and its format. They are written whole, and all of them or none.
 
     \b
     Examples:
@@ -84,7 +84,8 @@ def _draw(
     """
     from context_cache.coordinator.cli.app import DoesNotHold, Unusable
     from context_cache.coordinator.cli.arguments import check_inputs, check_output
-    from context_cache.coordinator.cli.output import CannotWrite, write_file
+    from context_cache.coordinator.cli.output import CannotWrite
+    from context_cache.coordinator.cli.output_set import write_files
     from context_cache.coordinator.cli.progress import LateProgress
     from context_cache.diagrams.engines import DrawingFailed, EngineMissing
     from context_cache.diagrams.pictures import PictureError, picture
@@ -93,16 +94,16 @@ def _draw(
         if machines or formats or html or around or highlight or trace or request or step or coverage or engine:
             raise Unusable("--check looks at all committed pictures; leave MACHINE and all options but -o away")
         folder = _committed_folder(output)
-        stale = _stale(folder)
+        stale, elsewhere = _stale(folder)
         if as_json:
             listed = [{"file": file, "is": what} for file, what in stale]
-            click.echo(json.dumps({"folder": str(folder), "stale": listed}))
+            click.echo(json.dumps({"folder": str(folder), "stale": listed, "not_compared_to_the_byte": elsewhere}))
         elif not stale:
-            click.echo(f"{folder}: every picture is what its table says")
+            click.echo(f"{folder}: every picture is what its table says{_but(elsewhere)}")
         if stale:
             names = ", ".join(f"{file} ({what})" for file, what in stale)
             delete = "delete what is left over and " if any(what == "left over" for _, what in stale) else ""
-            raise DoesNotHold(f"{folder} differs from the tables: {names}; {delete}run: context-cache draw -o {folder}")
+            raise DoesNotHold(f"{folder} differs from the tables: {names}; {delete}run: {_redraw(folder)}")
         return
 
     if html is not None:
@@ -142,8 +143,7 @@ def _draw(
     for path in paths:
         check_output(str(path), "-o", [name for name in (trace, coverage) if name is not None], makes_folders=True)
     try:
-        for path, (_, content) in zip(paths, made, strict=True):
-            write_file(path, content)
+        write_files(dict(zip(paths, (content for _, content in made), strict=True)))
     except CannotWrite as error:
         raise Unusable(str(error)) from None
     if as_json:
@@ -181,12 +181,25 @@ def _committed_folder(output: str | None) -> Path:
     return folder
 
 
-def _stale(folder: Path) -> list[tuple[str, str]]:
+def _redraw(folder: Path) -> str:
+    """What makes the committed pictures again; in a checkout there is a page beside them, made by the same command."""
+    here = Path("dev").is_file() and folder.resolve() == Path("diagrams", "rendered").resolve()
+    return "./dev draw" if here else f"context-cache draw -o {folder}"
+
+
+def _but(elsewhere: int) -> str:
+    if not elsewhere:
+        return ""
+    which = "1 SVG names its text and was" if elsewhere == 1 else f"{elsewhere} SVGs name their text and were"
+    return f"; {which} not compared to the byte, for the graphviz-pure that drew them is not installed"
+
+
+def _stale(folder: Path) -> tuple[list[tuple[str, str]], int]:
     from context_cache.coordinator.cli.app import Unusable
-    from context_cache.diagrams.pictures import stale_files
+    from context_cache.diagrams.pictures import drawn_elsewhere, stale_files
 
     try:
-        return stale_files(folder)
+        return stale_files(folder), drawn_elsewhere(folder)
     except OSError as error:
         raise Unusable(f"{error.filename or folder} cannot be read ({error.strerror}); make it readable") from None
 
