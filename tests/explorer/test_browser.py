@@ -247,7 +247,7 @@ def test_a_label_of_a_row_is_lit_by_itself(explorer, make):
     svg = (
         "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 90 90'><g class='graph'>"
         "<g id='state-admitted' class='node'><path d='M0 0h9v9z'/>"
-        "<g id='a_label-0-1--x'><text>1</text></g><g id='label-1--failure-x'><text>2</text></g></g>"
+        "<g id='a_label-0-1--x'><text>1</text></g><g id='label-1--failure-device-error-x'><text>2</text></g></g>"
         "<g id='state-prefilling' class='node'><path d='M0 20h9v9z'/></g>"
         "<g id='rows-1-7--y' class='edge'><path d='M0 9v9'/><g id='label-1--y'><text>1</text></g>"
         "<g id='label-7--y'><text>7</text></g></g></g></svg>"
