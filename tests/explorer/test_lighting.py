@@ -19,8 +19,8 @@ return {
 
 def ends(row):
     """(outcome, target) of every way out of a row of the request's table."""
-    failures = {"failed": row.on_failure, "drain_failed": row.on_drain_failure, "publish_failed": row.on_publish_failure}
-    return [("done", row.target), *((outcome, end) for outcome, end in failures.items() if end is not None)]
+    failures = zip(CAUSES, (row.on_failure, row.on_drain_failure, row.on_publish_failure), strict=True)
+    return [("done", row.target), *((outcome, end) for outcome, end in failures if end is not None)]
 
 
 def steps_of(make, numbers):
@@ -65,3 +65,44 @@ def test_a_way_out_that_fails_again_lights_where_it_ended(explorer, make):
     for step in (again, twice, raised):
         assert page.js(LIT)["arrows"] == [[f"s_{identifier(step.target)}", True]]
         page.click("#next")
+
+
+def test_of_a_folded_arrow_only_the_words_of_the_row_are_lit(explorer, make):
+    """The arrow of the row has more than one row on it; of its texts those of the row are in another colour."""
+    arrows = "[...document.querySelectorAll('#canvas .edge.lit')]"
+    folded = 0
+    page = explorer(make.trace([make.call(name="c", steps=[make.row(number) for number in range(40, 50)])]))
+    for number in range(40, 50):
+        words = page.js(
+            f"const groups = {{}}; for (const arrow of {arrows}) {{ let label = null;"
+            "for (const one of arrow.querySelectorAll('[id*=label-], [id*=label-] ~ text')) {"
+            "  if (one.nodeName !== 'text') label = one.id.split('label-')[1].split('--')[0].split('-');"
+            "  else (groups[label] ??= []).push(getComputedStyle(one).fill + getComputedStyle(one).opacity); } }"
+            "return groups"
+        )
+        if len(words) > 1:
+            folded += 1
+            (own,) = [looks for rows, looks in words.items() if str(number) in rows.split(",")]
+            others = [look for rows, looks in words.items() if str(number) not in rows.split(",") for look in looks]
+            assert len(set(own)) == 1
+            assert own[0] not in others
+        page.click("#next")
+    assert folded
+
+
+@pytest.mark.parametrize(("view", "place"), [("rows", "data-row='40'"), ("states", "data-state='settled'")])
+def test_the_current_row_of_a_table_is_green_when_done_and_red_when_failed(explorer, make, view, place):
+    def ground():
+        return page.js("return getComputedStyle(document.querySelector(arguments[0])).backgroundColor", current)
+
+    current = f"#view-{view} tr[{place}][aria-current=true]"
+    steps = [make.row(40), make.row(40, outcome="publish_failed")]
+    page = explorer(make.trace([make.call(name="c", steps=steps)]))
+    page.emulate(prefers_reduced_motion="reduce")
+    page.click(f"#views [data-view={view}]")
+    green = ground()
+    page.click("#next")
+    red = ground()
+    assert red != green
+    page.click("#previous")
+    assert ground() == green

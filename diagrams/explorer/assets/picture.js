@@ -189,7 +189,15 @@ function ofRow(svg, kind) {
   const labels = [...svg.querySelectorAll("[id^='label-'], [id^='a_label-']")].filter(says);
   const within = (places) => labels.filter((label) => places.some((place) => place && place.contains(label)));
   const own = within(lit);
-  return [...lit, ...(own.length ? own : within([ofState(svg, kind.source)]))];
+  const chosen = own.length ? own : within([ofState(svg, kind.source)]);
+  return [...lit, ...chosen, ...chosen.flatMap(wordsBehind)];
+}
+
+// What stands behind a row's number, up to the next number.
+function wordsBehind(label) {
+  const words = [];
+  for (let next = label.nextElementSibling; next?.nodeName === "text"; next = next.nextElementSibling) words.push(next);
+  return words;
 }
 
 const CAUSES = {failed: "device-error", drain_failed: "drain-failed", publish_failed: "publish-failed"};

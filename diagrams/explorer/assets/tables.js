@@ -49,13 +49,17 @@ function makeTables() {
     mark(table);
   }
   function mark(table) {
-    for (const row of table.querySelectorAll("[aria-current]")) row.removeAttribute("aria-current");
+    for (const row of table.querySelectorAll("[aria-current]")) {
+      row.removeAttribute("aria-current");
+      row.classList.remove("refused", "failed");
+    }
     const lit = trace && looking.step !== ABSENT ? litNow() : null;
     if (!lit) return;
     const at = looking.view === "states" ? `[data-state="${CSS.escape(lit.state)}"]` : lit.kind && `[data-row="${lit.kind.row}"]`;
     const row = at && table.querySelector(at);
     if (!row) return;
     row.setAttribute("aria-current", "true");
+    if (lit.kind?.trouble) row.classList.add(lit.kind.trouble);
     row.scrollIntoView({block: "nearest"});
   }
   on("machine", show);
