@@ -8,10 +8,10 @@ function makePicture() {
   const canvas = byId("canvas");
   const drawn = new Map(); // machine -> {svg, width, height}
   let current = null;
-  let zoom = trace ? 1 : "width"; // or "whole": what fits into the window
-  let follow = trace !== null;
+  let zoom = stepped ? 1 : "width"; // or "whole": what fits into the window
+  let follow = stepped;
   let byHand = false; // the reader chose the size, so following leaves it alone
-  let stepped = 0;
+  let lastMoved = 0;
 
   function draw(machine) {
     if (!drawn.has(machine.name)) {
@@ -33,6 +33,8 @@ function makePicture() {
   function show() {
     const machine = machineOf.get(looking.machine);
     const next = machine ? draw(machine) : null;
+    byId("picture-note").hidden = !(stepped && machine?.follows);
+    byId("picture-note").textContent = followsOf(machine);
     if (next === current && canvas.firstChild) return;
     current = next;
     canvas.replaceChildren(
@@ -110,8 +112,8 @@ function makePicture() {
       const middle = to - from < size ? (from + to) / 2 : (state[low] + state[high]) / 2;
       return middle - start - size / 2 + scroll;
     };
-    const now = performance.now(), calm = now - stepped > 400;
-    stepped = now;
+    const now = performance.now(), calm = now - lastMoved > 400;
+    lastMoved = now;
     canvas.scrollTo({
       left: axis("left", "right", canvas.clientWidth, canvas.scrollLeft, here.left),
       top: axis("top", "bottom", canvas.clientHeight, canvas.scrollTop, here.top),

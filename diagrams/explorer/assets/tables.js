@@ -98,11 +98,16 @@ function stateTable(machine) {
 }
 
 function table(machine, head, rows) {
-  const follows = machine.follows && el("p", {class: "remark"},
-    `Follows the steps of ${machine.follows}; its rows have none of their own, and it has no steps in a trace.`);
+  const follows = machine.follows && el("p", {class: "remark"}, followsOf(machine));
   return el("div", null, follows || "", el("table", null,
     el("thead", null, el("tr", null, ...head.map((name) => el("th", {scope: "col"}, name)))),
     el("tbody", null, ...rows)));
+}
+
+// Why a machine has rows and nothing is ever lit in it.
+function followsOf(machine) {
+  if (!machine?.follows) return "";
+  return `Follows the steps of ${machine.follows}; its rows have none of their own, and it has no steps in a trace.`;
 }
 
 function countButton(count, machine, place, what) {
