@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")
-ROOMS = ("backends", "coordinator", "diagrams", "machines", "pytest_plugin")
+ROOMS = ("backends", "coordinator", "diagrams", "machines")
 
 
 def _run(*command: str | Path, cwd: Path, expected: int = 0) -> subprocess.CompletedProcess[str]:
@@ -39,8 +39,7 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path):
     _run(sys.executable, "-m", "venv", environment, cwd=elsewhere)
     python, script = environment / "bin" / "python", environment / "bin" / "context-cache"
     _run(python, "-m", "pip", "install", "--quiet", wheel, cwd=elsewhere)
-    # The plugin is imported by pytest alone, which a bare installation does not bring.
-    imports = "; ".join(f"import context_cache.{room}" for room in ROOMS if room != "pytest_plugin")
+    imports = "; ".join(f"import context_cache.{room}" for room in ROOMS)
     _run(python, "-I", "-W", "error", "-c", imports, cwd=elsewhere)
 
     bare = _run(script, "run", cwd=elsewhere, expected=2)
@@ -57,4 +56,9 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path):
     drawn = _run(script, "draw", "view", "--format", "svg", "--format", "pdf", "-o", "pictures", cwd=elsewhere)
     assert drawn.stdout.splitlines() == ["pictures/view.svg", "pictures/view.pdf"]
     _run(script, "draw", "--check", cwd=elsewhere)
+    # The plugin is there for whoever brings pytest, and knows the coordinator only when a test does.
+    _run(python, "-m", "pip", "install", "--quiet", "pytest", cwd=elsewhere)
+    (elsewhere / "test_it.py").write_text("import sys\n\ndef test_it():\n    assert 'numpy' not in sys.modules\n")
+    told = _run(python, "-m", "pytest", "--lifecycle-steps=5", "test_it.py", cwd=elsewhere).stdout
+    assert "1 passed" in told
     assert _run(script, "draw", "view", "--html", "page.html", cwd=elsewhere).stdout == "page.html\n"
