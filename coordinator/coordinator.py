@@ -26,7 +26,7 @@ from context_cache.coordinator.config import (
 from context_cache.coordinator.construction import build_core
 from context_cache.coordinator.core import ENDED_STATES, Core
 from context_cache.coordinator.device_state import ContextCachePhysicalResources
-from context_cache.coordinator.entry import Entry, public_call
+from context_cache.coordinator.entry import Entry, public_call, public_look
 from context_cache.coordinator.errors import ContextCacheError, ContractViolation
 from context_cache.coordinator.handle import RequestHandle
 from context_cache.coordinator.ledger import BOUND
@@ -142,23 +142,23 @@ class ContextCacheCoordinator(AdmissionCalls, StepCalls):
         """Every request that still owns pages, in order of admission."""
         return tuple(self._core.requests)
 
+    @public_look
     def sequence(self, request: RequestHandle, slot: int) -> SequenceState:
         """What the ledger knows of logical ``slot``, copied. Raises ContractViolation for a slot out of range."""
-        with self._entry:
-            found = self._request(request)
-            self._check_slot(found, slot)
-            resident = int(found.order[slot])
-            if self._core.ledger.owners[resident] != found.id:
-                raise ContractViolation(f"slot {slot} of request {found.id} has been released already", slot=slot)
-            return self._core.ledger.view(resident)
+        found = self._request(request)
+        self._check_slot(found, slot)
+        resident = int(found.order[slot])
+        if self._core.ledger.owners[resident] != found.id:
+            raise ContractViolation(f"slot {slot} of request {found.id} has been released already", slot=slot)
+        return self._core.ledger.view(resident)
 
+    @public_look
     def inspect(self, request_id: str) -> RequestView:
         """One request by id, quarantined and poisoned ones included; a released one has no sequences left.
 
         Raises ContractViolation for an id that was never given.
         """
-        with self._entry:
-            return self._inspect(request_id)
+        return self._inspect(request_id)
 
     def _inspect(self, request_id: str) -> RequestView:
         core = self._core
@@ -178,17 +178,17 @@ class ContextCacheCoordinator(AdmissionCalls, StepCalls):
             tuple(np.flatnonzero(core.ledger.state[request.order] == BOUND).tolist()) if request.joiners else (),
         )
 
+    @public_look
     def metrics(self) -> CoordinatorMetrics:
         """Counters, pools and records now. A page of the base pool is free, leased, cached and idle, or withheld."""
-        with self._entry:
-            core = self._core
-            withheld = {
-                page
-                for request in core.withheld()
-                for slot in core.owned_slots(request)
-                for page in core.ledger.lease(slot).base_pages.tolist()
-            }
-            return core.counters.snapshot(core.manager, len(core.requests), len(withheld))
+        core = self._core
+        withheld = {
+            page
+            for request in core.withheld()
+            for slot in core.owned_slots(request)
+            for page in core.ledger.lease(slot).base_pages.tolist()
+        }
+        return core.counters.snapshot(core.manager, len(core.requests), len(withheld))
 
     # End of life.
 

@@ -8,9 +8,9 @@ from collections import deque
 from types import TracebackType
 from typing import NoReturn
 
-from context_cache.coordinator.calls.ending import drop
+from context_cache.coordinator.calls.ending import drop, reap_orphans
 from context_cache.coordinator.core import ENDED_STATES, Core, Request
-from context_cache.coordinator.entry import Entry
+from context_cache.coordinator.entry import INSIDE, Entry
 from context_cache.coordinator.errors import ContractViolation
 
 __all__ = ["RequestHandle"]
@@ -84,11 +84,15 @@ class RequestHandle:
         core, request = self._core, self._request
         if request.state in ENDED_STATES:
             return
-        if not self._entry.try_enter():
-            core.orphans.append(request)
-            _log.warning("request %s: closed during another call; the next call drops it", request.id)
-            return
+        inside, mine = self._entry.inside, object()
+        # As in ``entry.public_call``: an interrupt may come anywhere, and none may leave the door shut.
         try:
+            if inside.setdefault(INSIDE, mine) is not mine:
+                core.orphans.append(request)
+                _log.warning("request %s: closed during another call; the next call drops it", request.id)
+                return
+            if core.orphans:
+                reap_orphans(core)
             drop(core, request)
         except Exception:
             # A bug, or metadata that contradicts itself (the coordinator is poisoned then): nothing is lost, the
@@ -96,7 +100,8 @@ class RequestHandle:
             _log.exception("request %s: dropping it failed", request.id)
             core.orphans.append(request)
         finally:
-            self._entry.leave()
+            if INSIDE in inside and inside[INSIDE] is mine:
+                del inside[INSIDE]
 
     def __reduce__(self) -> NoReturn:
         raise ContractViolation("a request handle cannot be copied or pickled; there is one right to a request")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from attrs import evolve
@@ -10,6 +10,7 @@ from attrs import evolve
 from context_cache.diagrams.changes import MachineChange, row_text
 from context_cache.diagrams.dot import to_dot, together
 from context_cache.diagrams.drawing import FAILURE, Drawing, Edge, Line, draw
+from context_cache.diagrams.markup import printable
 from context_cache.diagrams.overlay import Mark, Overlay
 from context_cache.diagrams.table import Step, Table, TableRow
 
@@ -22,13 +23,18 @@ _CHANGED: Final = "#f2cc60"
 
 def changes_text(changes: Iterable[MachineChange]) -> str:
     """One paragraph a machine: ``+`` added, ``-`` removed, ``~`` changed. Empty when nothing changed."""
-    return "\n".join(line for change in changes for line in _machine_text(change))
+    return "\n".join(_one_line(line) for change in changes for line in _machine_text(change))
 
 
 def changes_dot(changes: Sequence[MachineChange], title: str) -> str:
     """One picture: what was added is green, removed red, changed yellow, and the rest pale."""
     pictures = [_picture(change) for change in changes]
     return to_dot(*pictures[0]) if len(pictures) == 1 else together(pictures, title)
+
+
+def _one_line(text: str) -> str:
+    """Names come from files, and a terminal obeys what it is told."""
+    return printable(text).replace("\n", "\u240a").replace("\t", "\u2409")
 
 
 def _machine_text(change: MachineChange) -> list[str]:
@@ -85,7 +91,7 @@ def _picture(change: MachineChange) -> tuple[Drawing, Overlay]:
             if (cause, end) not in old.failures:
                 failures[new.row, cause] = Mark(text="changed", colour=_CHANGED)
         if old.target != new.target:
-            gone.append((old, "until now"))
+            gone.append((_without(old, new.failures), "until now"))
         else:
             lost += [(old, cause, end) for cause, end in old.failures if (cause, end) not in new.failures]
     merged = list(change.new.rows)
@@ -96,16 +102,33 @@ def _picture(change: MachineChange) -> tuple[Drawing, Overlay]:
         merged.append(evolve(row, row=len(merged)))
     states = {state.name: Mark(text="added", colour=_ADDED) for state in change.states_added}
     states |= {state.name: Mark(text="removed", colour=_REMOVED) for state in change.states_removed}
-    states |= {state.new.name: Mark(text="changed", colour=_CHANGED) for state in change.states_changed if state.said}
+    for state in change.states_changed:
+        # Another description is said and not painted: it changes nothing that happens.
+        states[state.new.name] = Mark(text="changed", colour=_CHANGED) if state.said else Mark(text="wording")
+    if change.old.initial != change.new.initial:
+        for name, text in ((change.new.initial, "initial now"), (change.old.initial, "initial until now")):
+            mark = states.get(name, Mark())
+            states[name] = evolve(mark, text=", ".join(filter(None, (mark.text, text))), colour=mark.colour or _CHANGED)
     table = evolve(change.new, rows=tuple(merged), states=(*change.new.states, *change.states_removed))
-    drawing = draw(table, apart=rows)
+    drawing = draw(table)
     # A row that still leads to the same state, but one of its failures no longer does: that arrow alone is an old one.
     arrows = []
     for number, (row, cause, end) in enumerate(lost, start=len(merged)):
         failures[number, cause] = Mark(text="until now", colour=_REMOVED, number=f"old {row.row}")
         arrows.append(Edge(row.source, end, (Line((number,), cause, FAILURE),), failure=True))
-    overlay = Overlay(rows, states, failures, title=_summary(change), fade=True)
+    overlay = Overlay(rows, states, failures, title="\n".join((_summary(change), *change.said)), fade=True)
     return evolve(drawing, edges=(*drawing.edges, *arrows)), overlay
+
+
+def _without(row: TableRow, failures: Collection[tuple[str, str]]) -> TableRow:
+    """The row with only those of its failures that are not among ``failures``."""
+    kept = {cause: end for cause, end in row.failures if (cause, end) not in failures}
+    return evolve(
+        row,
+        on_failure=kept.get("device error"),
+        on_drain_failure=kept.get("drain failed"),
+        on_publish_failure=kept.get("publish failed"),
+    )
 
 
 def _everywhere(table: Table, mark: Mark) -> Overlay:

@@ -1,7 +1,8 @@
 """What changed between two versions of a machine's table: states and rows, not lines of text.
 
-Rows are matched by source, event and guards, never by number, so an inserted row is one added row. The order of states
-and rows is layout and no difference; the order of a row's steps is behaviour. How states are described is wording.
+Rows are matched by source, event and guards, never by number, so an inserted row is one added row. The order of states,
+of rows and of a row's guards is layout and no difference; the order of its steps is behaviour. How states are described
+is wording.
 """
 
 from __future__ import annotations
@@ -180,8 +181,11 @@ def _state_change(old: TableState, new: TableState) -> StateChange:
 def _row_changes(old: TableRow, new: TableRow) -> Iterable[str]:
     if old.target != new.target:
         yield f"leads to {new.target}, was {old.target}"
-    if old.guards != new.guards:
-        yield from _list_changes("guards", old.guards, new.guards, ", ")
+    if set(old.guards) != set(new.guards):
+        # All of them have to hold, so their order is layout.
+        order = {guard: at for at, guard in enumerate(new.guards)}
+        before = sorted(old.guards, key=lambda guard: order.get(guard, len(order)))
+        yield from _list_changes("guards", before, new.guards, ", ")
     yield from _steps_changes("steps", old.steps, new.steps)
     for name, what in _ENDS:
         before, after = getattr(old, name), getattr(new, name)

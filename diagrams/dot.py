@@ -6,7 +6,7 @@ version. A changed row of the table changes one line of the text, and one more i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from context_cache.diagrams.drawing import FAILURE, Arc, Drawing, Edge, Node, Shared, draw
 from context_cache.diagrams.labels import BUSY, COUPLE, MUTED, PALE, QUIET, STROKE, Labels
@@ -17,6 +17,7 @@ from context_cache.machines import MachineSpec
 
 __all__ = ["digraph", "to_dot", "together"]
 
+_INK = "#24292f"
 _BOX = f'labelloc=t, fontsize=14, style="rounded,filled", color="{MUTED}", fillcolor="#f6f8fa"'
 
 
@@ -82,9 +83,12 @@ class _Writer:
         for edge in drawing.edges:
             lines += self._edge(edge)
         for machine in dict.fromkeys(arc.machine for arc in drawing.arcs):
+            colour = self._couple(*(arc.source for arc in drawing.arcs if arc.machine == machine))
+            fill = QUIET if colour == PALE else "#f5edff"
             lines.append(
-                f'{self._machine(machine)} [shape=component, style=filled, fillcolor="#f5edff", color="{COUPLE}", '
-                f"fontsize=11, tooltip={tooltip(f'the machine {machine}')}, label={quoted(machine)}];"
+                f'{self._machine(machine)} [shape=component, style=filled, fillcolor="{fill}", color="{colour}", '
+                f'fontcolor="{PALE if colour == PALE else _INK}", fontsize=11, '
+                f"tooltip={tooltip(f'the machine {machine}')}, label={quoted(machine)}];"
             )
         lines += [self._arc(arc) for arc in drawing.arcs]
         return lines
@@ -98,7 +102,7 @@ class _Writer:
     def _start(self, node: Node) -> list[str]:
         start, tip = f"{self.prefix}start", 'tooltip="the initial state"'
         return [
-            f'{start} [shape=circle, label="", width=0.14, fixedsize=true, fillcolor="#24292f", {tip}];',
+            f'{start} [shape=circle, label="", width=0.14, fixedsize=true, fillcolor="{_INK}", {tip}];',
             f"{start} -> {self._state(node.name)} [{tip}];",
         ]
 
@@ -124,7 +128,7 @@ class _Writer:
     def _shared_arrow(self, shared: Shared) -> str:
         # Not inside the phase: an arrow written there would draw its target into the box.
         ends = f"{self.prefix}f_{shared.id} -> {self._state(shared.target)}"
-        stroke = self._named(shared.rows, FAILURE) + self._stroke(FAILURE, self._marked(shared))
+        stroke = self._named(shared.rows, {shared.cause: shared.rows}) + self._stroke(FAILURE, self._marked(shared))
         return f"{ends} [{stroke}, tooltip={_tip(shared)}];"
 
     def _marked(self, shared: Shared) -> bool:
@@ -144,13 +148,16 @@ class _Writer:
         rows = sorted({row for line in edge.lines for row in line.rows})
         tip = tooltip(f"{edge.source} to {edge.target}: rows {ranges(rows)}")
         ends = f"{self._state(source)} -> {self._state(target)}"
-        head = f"{ends} [{self._named(rows, kind)}{stroke}{cut}, tooltip={tip}, labeltooltip={tip}, label="
+        causes = {line.text: line.rows for line in edge.lines if line.kind == FAILURE}
+        head = f"{ends} [{self._named(rows, causes)}{stroke}{cut}, tooltip={tip}, labeltooltip={tip}, label="
         return table_label(head, [row for line in edge.lines for row in self.labels.line(line)], "];")
 
-    def _named(self, rows: Iterable[int], kind: str) -> str:
+    def _named(self, rows: Iterable[int], causes: Mapping[str, Iterable[int]]) -> str:
+        """The id of an arrow; ``causes`` are the failures that take it, with the rows that fail so."""
         if self.names is None:
             return ""
-        return f'id="{self.names.of("rows", rows)}", ' + ('class="failure", ' if kind == FAILURE else "")
+        ways = ["-".join((*cause.split(), *map(str, failing))) for cause, failing in causes.items()]
+        return f'id="{self.names.of("rows", rows)}", ' + (f'class="{" ".join(("failure", *ways))}", ' if ways else "")
 
     def _middle(self, phase: str) -> str:
         inside = [node.name for node in self.drawing.nodes if node.phase == phase]
@@ -162,12 +169,18 @@ class _Writer:
     def _stroke(self, kind: str, marked: bool) -> str:
         return f'color="{self._stroke_colour(kind, marked)}"' + (", style=dashed" if kind == FAILURE else "")
 
+    def _couple(self, *sources: str) -> str:
+        """The colour of what entering these states does: as pale as all of them are."""
+        pale = self.overlay.fade and not any(source in self.overlay.states for source in sources)
+        return PALE if pale else COUPLE
+
     def _machine(self, name: str) -> str:
         return f"{self.prefix}m_{identifier(name)}"
 
     def _arc(self, arc: Arc) -> str:
         tip = tooltip(f"entering {arc.source} offers {arc.event} to the machine {arc.machine}")
-        line = f'style=dotted, color="{COUPLE}", fontcolor="{COUPLE}", fontsize=9, tooltip={tip}, labeltooltip={tip}'
+        colour = self._couple(arc.source)
+        line = f'style=dotted, color="{colour}", fontcolor="{colour}", fontsize=9, tooltip={tip}, labeltooltip={tip}'
         return f"{self._state(arc.source)} -> {self._machine(arc.machine)} [{line}, label={quoted(arc.event)}];"
 
 

@@ -3,10 +3,11 @@
 Everything comes from the table, in table order, so that two processes draw the same bytes. No row is lost, but a table
 of ninety rows would be unreadable with an arrow each, so rows are folded:
 
-* Rows between the same two states are one arrow; each row, or each event with its opposite guards, is a line of it.
+* Rows between the same two states are one arrow; each row is a line of it.
 * Rows that stay in their state are lines inside the state's box.
 * An event that leads every state of a phase to the same place is one arrow, from the phase; one that leads three or
   more of its states to states of another phase is one arrow between the phases, and each says in its box where to.
+  Such an arrow has a line for each list of steps, which says from which states it is where there are several.
 * A failure that three or more states of a phase share is one arrow, from a small box in the phase that says so; the
   states that can fail so have a line inside their box.
 * In a large table a list of steps is replaced by a letter, and the key says what the letter stands for.
@@ -14,7 +15,7 @@ of ninety rows would be unreadable with an arrow each, so rows are folded:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from attrs import field, frozen
@@ -23,7 +24,7 @@ from context_cache.diagrams.markup import identifier
 from context_cache.diagrams.table import Step, Table, TableRow, as_table
 from context_cache.machines import MachineSpec
 
-__all__ = ["FAILURE", "Arc", "Drawing", "Edge", "Line", "Node", "Shared", "draw", "kind_of"]
+__all__ = ["FAILURE", "Also", "Arc", "Drawing", "Edge", "Line", "Node", "Shared", "draw", "kind_of"]
 
 FAILURE: Final = "failure"
 _SHARED_BY: Final = 3
@@ -33,28 +34,44 @@ _ROWS_IN_FULL: Final = 24
 
 
 @frozen
+class Also:
+    """A failure of a row that leads to the same state as its success does; ``steps``: what is done after it."""
+
+    row: int
+    cause: str
+    steps: tuple[Step, ...] = ()
+
+
+@frozen
 class Line:
     """One line of an arrow or of a state's box: what these rows have in common.
 
-    text:   the event, or the cause of a failure.
-    kind:   what the rows ask of the device at most (``host``, ``enqueue``, ``wait``), or ``failure``.
-    runs:   the lists of steps of the rows, each once.
-    also:   causes of failures that lead to the same state as success does.
-    to:     set inside a box only: the state that a folded row or failure leads to.
+    text:    the event, or the cause of a failure.
+    kind:    what the rows ask of the device at most (``host``, ``enqueue``, ``wait``), or ``failure``.
+    steps:   what each of the rows does, or does after the failure.
+    also:    failures that lead to the same state as success does.
+    to:      set inside a box only: the state that a folded row or failure leads to.
+    sources: where the arrow starts at a phase and other states of it do something else: the states that do this.
+    ended:   ``TableRow.work_ended``.
     """
 
     rows: tuple[int, ...]
     text: str
     kind: str
     guards: tuple[str, ...] = ()
-    runs: tuple[tuple[Step, ...], ...] = ()
-    also: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()
+    also: tuple[Also, ...] = ()
     to: str = ""
+    sources: tuple[str, ...] = ()
+    ended: str = ""
 
 
 @frozen
 class Node:
-    """A state. ``phase`` is the group it stands in, ``lines`` what it says of rows that stay in it."""
+    """A state. ``phase`` is the group it stands in, ``lines`` what it says of rows that stay in it.
+
+    ``partly``: for several states in one box, how many of them have device work outstanding, in words.
+    """
 
     name: str
     phase: str
@@ -66,6 +83,7 @@ class Node:
     final: bool
     entry: tuple[Step, ...]
     lines: tuple[Line, ...]
+    partly: str = ""
 
 
 @frozen
@@ -145,12 +163,9 @@ def kind_of(steps: Iterable[Step]) -> str:
     return "enqueue" if kinds & {"enqueue", "clear"} else "host"
 
 
-def draw(source: MachineSpec | Table, *, around: str | None = None, apart: Collection[int] = ()) -> Drawing:
-    """The drawing of a machine; with ``around``, of the rows that lead to or from that state, and nothing folded.
-
-    Rows that are named in ``apart`` keep a line of their own instead of sharing that of the opposite guard.
-    """
-    return _Folding(as_table(source), around, frozenset(apart)).drawing()
+def draw(source: MachineSpec | Table, *, around: str | None = None) -> Drawing:
+    """The drawing of a machine; with ``around``, of the rows that lead to or from that state, and nothing folded."""
+    return _Folding(as_table(source), around).drawing()
 
 
 _Groups: TypeAlias = dict[tuple[str, str, str, tuple[str, ...]], list[TableRow]]
@@ -162,7 +177,6 @@ class _Folding:
 
     table: Table
     around: str | None
-    apart: frozenset[int]
     phase_of: dict[str, str] = field(init=False)
     members: dict[str, list[str]] = field(init=False)
 
@@ -189,21 +203,21 @@ class _Folding:
             pair = (row.source, row.target)
             if pair in ways and row.row not in gone and row.source != row.target and (*pair, False) not in edges:
                 own = [other for other in ways[pair] if other.row not in gone]
-                edges[*pair, False] = list(self._lines(own, keyed))
+                edges[*pair, False] = [_line([other]) for other in own]
         for (source, target, cause), rows in failures.items():
             if source != target and (source, target, cause) not in folded:
-                edges.setdefault((source, target, True), []).append(_failure_line(rows, cause))
+                edges.setdefault((source, target, True), []).extend(_failure_lines(rows, cause))
         arrows = [Edge(source, target, tuple(lines), failure) for (source, target, failure), lines in edges.items()]
         common: dict[tuple[str, str, bool], list[Line]] = {}
         for to_phase, groups in ((False, together), (True, moves)):
-            for (phase, end, _, guards), rows in groups.items():
-                common.setdefault((phase, end, to_phase), []).append(_line(rows, guards))
+            for (phase, end, *_), rows in groups.items():
+                common.setdefault((phase, end, to_phase), []).extend(_lines_by_steps(rows))
         arrows += [
             Edge(phase, end, tuple(lines), failure=False, from_phase=True, to_phase=to_phase)
             for (phase, end, to_phase), lines in common.items()
         ]
         moved = {row.row for rows in moves.values() for row in rows}
-        nodes = tuple(self._nodes(ways, failures, folded, moved, keyed))
+        nodes = tuple(self._nodes(ways, failures, folded, moved))
         return Drawing(
             self.table.name,
             self._note(),
@@ -227,23 +241,21 @@ class _Folding:
         failures: dict[tuple[str, str, str], list[TableRow]],
         folded: set[tuple[str, str, str]],
         moved: set[int],
-        keyed: bool,
     ) -> Iterator[Node]:
         drawn = {self.around, *(end for pair in ways for end in pair)}
         drawn |= {end for source, target, _ in failures for end in (source, target)}
         for state in self.table.states:
             if not self.whole and state.name not in drawn:
                 continue
-            lines = list(self._lines(ways.get((state.name, state.name), []), keyed))
+            lines = [_line([row]) for row in ways.get((state.name, state.name), [])]
             lines += [
-                _line([row], row.guards, to=row.target)
-                for row in self.table.rows
-                if row.source == state.name and row.row in moved
+                _line([row], to=row.target) for row in self.table.rows if row.source == state.name and row.row in moved
             ]
             lines += [
-                _failure_line(rows, cause, to=target)
+                line
                 for (source, target, cause), rows in failures.items()
                 if source == state.name and (target == source or (source, target, cause) in folded)
+                for line in _failure_lines(rows, cause, to=target)
             ]
             yield Node(
                 state.name, state.phase, state.region, state.meaning, state.holds, state.outstanding,
@@ -309,23 +321,6 @@ class _Folding:
             if len(sources) >= _SHARED_BY
         )  # fmt: skip
 
-    def _lines(self, rows: list[TableRow], keyed: bool) -> tuple[Line, ...]:
-        """One line a row; in a large drawing an event with a guard and its opposite is one line."""
-        lines = [_line([row], row.guards) for row in rows]
-        groups = [[row] for row in rows]
-        at = 0
-        while keyed and at < len(lines):
-            for other in range(at + 1, len(lines)):
-                guards = _without_opposite(lines[at], lines[other])
-                if guards is not None and self.apart.isdisjoint((*lines[at].rows, *lines[other].rows)):
-                    groups[at] += groups.pop(other)
-                    lines[at] = _line(groups[at], guards)
-                    del lines[other]
-                    break
-            else:
-                at += 1
-        return tuple(lines)
-
     def _arcs(self, drawn: set[str]) -> tuple[Arc, ...]:
         offers: dict[str, list[str]] = {}
         for state in self.table.states:
@@ -342,37 +337,44 @@ class _Folding:
 
     def _keys(self, nodes: Iterable[Node], edges: Iterable[Edge]) -> dict[tuple[Step, ...], str]:
         lines = [line for edge in edges for line in edge.lines] + [line for node in nodes for line in node.lines]
-        long = {run for line in lines for run in line.runs if len(run) > 1}
+        shown = [line.steps for line in lines] + [also.steps for line in lines for also in line.also]
+        long = {run for run in shown if len(run) > 1}
         runs = (run for row in self.table.rows for run in (row.steps, row.failure_steps, row.publish_failure_steps))
         ordered = dict.fromkeys(run for run in runs if run in long)
         return {run: _letters(number) for number, run in enumerate(ordered)}
 
 
-def _line(rows: list[TableRow], guards: tuple[str, ...], to: str = "") -> Line:
-    runs = tuple(dict.fromkeys(row.steps for row in rows if row.steps))
-    also = dict.fromkeys(cause for row in rows for cause, end in row.failures if end == row.target)
-    kinds = [kind_of(row.steps) for row in rows]
-    kind = next(kind for kind in ("wait", "enqueue", "host") if kind in kinds)
-    return Line(tuple(sorted(row.row for row in rows)), rows[0].event, kind, guards, runs, tuple(also), to)
+def _line(rows: Sequence[TableRow], *, to: str = "", sources: tuple[str, ...] = ()) -> Line:
+    """One line for rows of one event, with the same guards and steps."""
+    first = rows[0]
+    also = (
+        Also(row.row, cause, row.failure_steps_of(cause))
+        for row in rows
+        for cause, end in row.failures
+        if end == row.target
+    )
+    return Line(
+        tuple(sorted(row.row for row in rows)), first.event, kind_of(first.steps), first.guards, first.steps,
+        tuple(also), to, sources, first.work_ended or "",
+    )  # fmt: skip
 
 
-def _failure_line(rows: list[TableRow], cause: str, to: str = "") -> Line:
-    runs = dict.fromkeys(steps for row in rows if (steps := row.failure_steps_of(cause)))
-    return Line(tuple(row.row for row in rows), cause, FAILURE, (), tuple(runs), to=to)
+def _lines_by_steps(rows: Iterable[TableRow]) -> Iterator[Line]:
+    """The rows of one event of a phase: a line for all that do the same."""
+    groups: dict[tuple[tuple[Step, ...], str | None], list[TableRow]] = {}
+    for row in rows:
+        groups.setdefault((row.steps, row.work_ended), []).append(row)
+    for alike in groups.values():
+        yield _line(alike, sources=tuple(dict.fromkeys(row.source for row in alike)) if len(groups) > 1 else ())
 
 
-def _without_opposite(one: Line, other: Line) -> tuple[str, ...] | None:
-    """The guards that are left when the two lines differ in one guard and its opposite; None when they do not."""
-    if one.text != other.text or one.also != other.also or len(one.guards) != len(other.guards):
-        return None
-    mine, yours = set(one.guards) - set(other.guards), set(other.guards) - set(one.guards)
-    if len(mine) != 1 or (_opposites(mine) != yours and mine != _opposites(yours)):
-        return None
-    return tuple(guard for guard in one.guards if guard not in mine)
-
-
-def _opposites(guards: set[str]) -> set[str]:
-    return {f"not {name}" for name in guards}
+def _failure_lines(rows: Iterable[TableRow], cause: str, to: str = "") -> Iterator[Line]:
+    """The rows of one failure: a line for all after which the same is done."""
+    groups: dict[tuple[Step, ...], list[int]] = {}
+    for row in rows:
+        groups.setdefault(row.failure_steps_of(cause), []).append(row.row)
+    for steps, numbers in groups.items():
+        yield Line(tuple(numbers), cause, FAILURE, steps=steps, to=to)
 
 
 def _letters(number: int) -> str:

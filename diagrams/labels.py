@@ -6,7 +6,7 @@ names that they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Final
 
@@ -36,6 +36,8 @@ _STEP: Final = {
 _SHORT: Final = 2
 """So many steps stand behind the event; more begin a line of their own."""
 _WIDTH: Final = 48
+_ENDED: Final = {"by_runtime_sync": "runtime has synchronised", "drained": "drained"}
+"""How the device work of a row ended, in words."""
 _KINDS: Final = (
     ("host", "host only"),
     ("enqueue", "enqueues device work"),
@@ -60,7 +62,8 @@ class Labels:
         if node.region not in ("", node.name):
             name += font(f" {escaped(node.region)}", colour=muted)
         rows = [cell(name, span=2)]
-        held = " · ".join(part for part in (node.holds, "work outstanding" if node.outstanding else "") if part)
+        busy = "work outstanding" if node.outstanding else node.partly
+        held = " · ".join(part for part in (node.holds, busy) if part)
         if held:
             rows.append(cell(font(escaped(held), size=9, colour=muted), span=2))
         inside = []
@@ -72,38 +75,49 @@ class Labels:
 
     def shared(self, shared: Shared) -> list[str]:
         """The small box of a failure that several states have in common."""
-        text = [escaped(shared.cause), shared.share]
-        marks = self.overlay.of_rows(shared.rows, shared.cause)
-        if marks:
-            text.append(escaped(", ".join(mark.beside(row) for row, mark in marks)))
+        marks = dict(self.overlay.of_rows(shared.rows, shared.cause))
         colour = _ink(STROKE[FAILURE], self.overlay.fade and not marks)
-        return [cell(font("<BR/>".join(text), size=9, colour=colour))]
+        rows = [cell(font("<BR/>".join((escaped(shared.cause), shared.share)), size=9, colour=colour))]
+        groups: dict[str, list[int]] = {}
+        for row in marks:
+            groups.setdefault(marks[row].colour, []).append(row)
+        for background, marked in groups.items():
+            text = font(escaped(_badge(marked, marks)), size=9, colour=colour)
+            rows.append(f'<TR><TD BGCOLOR="{background}">{text}</TD></TR>' if background else cell(text))
+        return rows
 
     def line(self, line: Line, *, state: str = "") -> list[str]:
         """Row numbers, event, guards and steps; ``state`` is the one whose box the line stands in.
 
         One table row, or several where the overlay has different colours for the rows of the line, or none for some.
         """
-        marks = dict(self.marks(line))
-        groups: dict[tuple[str, bool], list[int]] = {}
-        for row in line.rows:
-            pale = self.overlay.fade and row not in marks
-            groups.setdefault((marks[row].colour if row in marks else "", pale), []).append(row)
         table_rows = []
-        for (colour, pale), rows in groups.items():
-            badge = ranges(rows)
-            if any(row in marks for row in rows):
-                badge = ", ".join(marks[row].beside(row) if row in marks else str(row) for row in rows)
-            background = colour or (QUIET if pale else _BADGE[line.kind])
-            number = font(escaped(badge), colour=_ink(None, pale))
+        for background, pale, rows, badge in self._badges(line.rows, dict(self.marks(line)), line.kind):
             words = self._words(line, state, pale)
             name = "" if self.names is None else self._name(self.names, line, rows)
-            table_rows.append(f'<TR><TD{name} BGCOLOR="{background}">{number}</TD><TD ALIGN="LEFT">{words}</TD></TR>')
+            table_rows.append(_badged(badge, words, background, pale, name))
+        for cause in dict.fromkeys(also.cause for also in line.also):
+            marks = dict(self.overlay.of_rows(line.rows, cause))
+            words = font(f"{escaped(cause)}: the same way", colour=STROKE[FAILURE])
+            for background, pale, _, badge in self._badges(marks, marks, FAILURE):
+                table_rows.append(_badged(badge, words, background, pale))
         return table_rows
+
+    def _badges(
+        self, rows: Iterable[int], marks: Mapping[int, Mark], kind: str
+    ) -> Iterator[tuple[str, bool, list[int], str]]:
+        """(background, pale, rows, text) for the rows of a line that look alike."""
+        groups: dict[tuple[str, bool], list[int]] = {}
+        for row in rows:
+            pale = self.overlay.fade and row not in marks
+            groups.setdefault((marks[row].colour if row in marks else "", pale), []).append(row)
+        for (colour, pale), alike in groups.items():
+            yield colour or (QUIET if pale else _BADGE[kind]), pale, alike, _badge(alike, marks)
 
     def _name(self, names: Names, line: Line, rows: list[int]) -> str:
         # A cell gets a group with its id only if it looks like a link, and a target without an address leads nowhere.
-        return f' ID="{names.of("label", rows, "failure" if line.kind == FAILURE else "")}" TARGET="_self"'
+        mark = "-".join(("failure", *line.text.split(), "")) if line.kind == FAILURE else ""
+        return f' ID="{names.of("label", rows, mark)}" TARGET="_self"'
 
     def _words(self, line: Line, state: str, pale: bool) -> str:
         red = _ink(STROKE[FAILURE], pale)
@@ -116,9 +130,16 @@ class Labels:
         if line.to:
             where = ": stays" if line.to == state else f" → {escaped(line.to)}"
             words += font(where, colour=red if line.kind == FAILURE else _ink(None, pale))
-        if line.also:
-            words += font(f" (also if {escaped(', '.join(line.also))})", colour=red)
-        return words + (self._runs(line.runs, pale) if line.runs else "")
+        if line.ended:
+            words += font(f" ({escaped(_ENDED.get(line.ended, line.ended))})", colour=_ink(MUTED, pale))
+        for cause, steps in dict.fromkeys((also.cause, also.steps) for also in line.also):
+            after = self._named(steps, pale) if steps else ""
+            words += font(f" (also if {escaped(cause)}{after})", colour=red)
+        if line.steps:
+            words += self._run(line.steps, pale)
+        if line.sources:
+            words += font(_from(line.sources), colour=_ink(MUTED, pale))
+        return words
 
     def marks(self, line: Line) -> tuple[tuple[int, Mark], ...]:
         """The overlay's marks for the rows of a line."""
@@ -126,7 +147,9 @@ class Labels:
 
     def edge_marks(self, edge: Edge) -> list[Mark]:
         """The overlay's marks for the lines of an arrow."""
-        return [mark for line in edge.lines for _, mark in self.marks(line)]
+        found = [mark for line in edge.lines for _, mark in self.marks(line)]
+        causes = [(line.rows, cause) for line in edge.lines for cause in dict.fromkeys(x.cause for x in line.also)]
+        return found + [mark for rows, cause in causes for _, mark in self.overlay.of_rows(rows, cause)]
 
     def legend(self) -> list[str]:
         """The machine's name, what the colours mean, and the lists of steps that letters stand for."""
@@ -137,8 +160,10 @@ class Labels:
         rows = [cell(title)]
         if self.overlay.title:
             rows.append(cell(font(escaped(self.overlay.title), size=11)))
-        # Where no row has steps, there is nothing to say about what they ask of the device.
-        used = {line.kind for line in drawing.lines if line.runs or line.kind == FAILURE}
+        used = {line.kind for line in drawing.lines}
+        if used <= {"host", FAILURE} and not any(line.steps for line in drawing.lines):
+            # Where no row has steps, there is nothing to say about what they ask of the device.
+            used -= {"host"}
         used |= {FAILURE for _ in drawing.shared}
         samples = [(_BADGE[kind], text) for kind, text in _KINDS if kind in used]
         if any(node.outstanding for node in drawing.nodes):
@@ -159,17 +184,57 @@ class Labels:
         pairs = zip_longest(cells[:half], cells[half:], fillvalue="<TD></TD><TD></TD>")
         return [f"<TR>{left}{right}</TR>" for left, right in pairs]
 
-    def _runs(self, runs: tuple[tuple[Step, ...], ...], pale: bool) -> str:
-        keys = self.drawing.keys
-        if any(run in keys or len(run) <= _SHORT for run in runs):
-            named = (f"<B>{keys[run]}</B>" if run in keys else _steps(run, pale=pale) for run in runs)
-            return font(f" / {', '.join(named)}", colour=_ink(None, pale))
-        lines = "".join(f'<BR ALIGN="LEFT"/>/ {_steps(run, pale=pale, width=_WIDTH)}' for run in runs)
+    def _run(self, steps: tuple[Step, ...], pale: bool) -> str:
+        if steps in self.drawing.keys or len(steps) <= _SHORT:
+            return font(self._named(steps, pale), colour=_ink(None, pale))
+        lines = f'<BR ALIGN="LEFT"/>/ {_steps(steps, pale=pale, width=_WIDTH)}'
         return font(f'{lines}<BR ALIGN="LEFT"/>', colour=_ink(None, pale))
+
+    def _named(self, steps: tuple[Step, ...], pale: bool) -> str:
+        keys = self.drawing.keys
+        return f" / {f'<B>{keys[steps]}</B>' if steps in keys else _steps(steps, pale=pale)}"
 
 
 def _ink(colour: str | None, pale: bool) -> str | None:
     return PALE if pale else colour
+
+
+def _badged(badge: str, words: str, background: str, pale: bool, name: str = "") -> str:
+    number = font(escaped(badge), colour=_ink(None, pale))
+    return f'<TR><TD{name} BGCOLOR="{background}">{number}</TD><TD ALIGN="LEFT">{words}</TD></TR>'
+
+
+def _badge(rows: Iterable[int], marks: Mapping[int, Mark]) -> str:
+    """Row numbers with what is said of them; rows of which the same is said, and nothing counted, share a range."""
+    parts: list[tuple[Mark | None, list[int]]] = []
+    for row in rows:
+        mark = marks.get(row)
+        if parts and _shares(parts[-1][0], mark):
+            parts[-1][1].append(row)
+        else:
+            parts.append((mark, [row]))
+    return ", ".join(ranges(alike) if mark is None else mark.beside(ranges(alike)) for mark, alike in parts)
+
+
+def _shares(one: Mark | None, other: Mark | None) -> bool:
+    """Whether two rows beside each other need no words of their own."""
+    marks = [mark for mark in (one, other) if mark is not None]
+    if any(mark.number or mark.count is not None for mark in marks):
+        return False
+    return str(one or "") == str(other or "")
+
+
+def _from(states: Iterable[str]) -> str:
+    """The states of a phase that a line is about, on lines of their own."""
+    text, used = '<BR ALIGN="LEFT"/>from ', 0
+    for at, name in enumerate(states):
+        if at:
+            text += ", "
+        if used > _WIDTH:
+            text, used = f'{text}<BR ALIGN="LEFT"/>', 0
+        text += escaped(name)
+        used += len(name) + 2
+    return f'{text}<BR ALIGN="LEFT"/>'
 
 
 def _steps(steps: Iterable[Step], *, pale: bool = False, width: int | None = None) -> str:

@@ -35,8 +35,9 @@ def to_markdown(source: MachineSpec | Table) -> str:
         ),
     )
     lines.append("")
+    ends = any(row.work_ended for row in table.rows)
     lines += _grid(
-        ("row", "state", "event", "guards", "steps", "next", "failures"),
+        ("row", "state", "event", "guards", "steps", "next", "failures", *(("device work ended",) if ends else ())),
         (
             (
                 str(row.row),
@@ -46,6 +47,7 @@ def to_markdown(source: MachineSpec | Table) -> str:
                 _steps(row.steps),
                 _code(row.target),
                 _failures(row),
+                *((_text(row.work_ended or ""),) if ends else ()),
             )
             for row in table.rows
         ),

@@ -29,7 +29,7 @@ _IN_TOOLTIPS: Final = {**_ENTITIES, "\\": "&#92;&#92;&#92;&#92;", "\n": "\\n"}
 
 
 def printable(text: str) -> str:
-    """``text`` with what no XML document may hold replaced by something visible."""
+    """``text`` with what no XML document may hold, and no terminal should get, replaced by something visible."""
     return "".join(_visible(c) for c in text)
 
 
@@ -40,7 +40,7 @@ def _visible(c: str) -> str:
     if code < 0x20 or code == 0x7F:
         # Control characters have pictures of their own in Unicode.
         return chr(0x2421 if code == 0x7F else 0x2400 + code)
-    return "\ufffd" if 0xD800 <= code <= 0xDFFF or code & 0xFFFE == 0xFFFE else c
+    return "\ufffd" if 0x80 <= code < 0xA0 or 0xD800 <= code <= 0xDFFF or code & 0xFFFE == 0xFFFE else c
 
 
 def escaped(text: str) -> str:

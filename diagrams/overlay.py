@@ -33,9 +33,9 @@ class Mark:
     def __str__(self) -> str:
         return " ".join(part for part in ("" if self.count is None else f"x{self.count}", self.text) if part)
 
-    def beside(self, row: int) -> str:
-        """The row's number with what is said of it."""
-        return f"{self.number or row} {self}".rstrip()
+    def beside(self, rows: str) -> str:
+        """The number of a row, or the range of several, with what is said of it."""
+        return f"{self.number or rows} {self}".rstrip()
 
 
 @frozen

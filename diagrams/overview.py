@@ -63,14 +63,14 @@ def _machine(table: Table) -> list[str]:
 
 def _coupling(table: Table, other: Table, name: str) -> str:
     event = name.partition(".")[2]
-    rows = [row.row for row in table.rows if any(step.name == name for step in (*row.steps, *row.failure_steps))]
+    rows = [row.row for row in table.rows if any(step.name == name for step in row.every_step)]
     states = [state.name for state in table.states if any(step.name == name for step in state.on_enter)]
     when = [f"rows {ranges(rows)}"] if rows else []
     if states:
         when.append(f"entering {_listed(states)}")
     moves = [(row.source, row.target) for row in other.rows if row.event == event and row.source != row.target]
     does = ", ".join(f"{source} → {target}" for source, target in dict.fromkeys(moves))
-    cells = (f"<B>{escaped(event)}</B>", escaped(does), font(escaped("; ".join(when)), colour=MUTED))
+    cells = (f"<B>{escaped(name)}</B>", escaped(does), font(escaped("; ".join(when)), colour=MUTED))
     return "<TR>" + "".join(f'<TD ALIGN="LEFT" CELLPADDING="3">{text}</TD>' for text in cells) + "</TR>"
 
 

@@ -29,14 +29,16 @@ def draw_phases(source: MachineSpec | Table) -> Drawing:
     for group in dict.fromkeys(group_of.values()):
         members = [state for state in table.states if group_of[state.name] == group]
         names = [state.name for state in members]
+        busy = sum(state.outstanding for state in members)
         nodes.append(
             Node(
                 group, group, "" if len(members) == 1 else f"{len(members)} states",
                 "; ".join(f"{state.name}: {state.meaning}" for state in members),
                 ", ".join(dict.fromkeys(state.holds for state in members if state.holds)) if len(members) == 1 else "",
-                all(state.outstanding for state in members),
+                busy == len(members),
                 table.initial in names, all(state.final for state in members), (),
                 _lines(edges.get((group, group, False), {})),
+                f"work outstanding in {busy} of {len(members)}" if 0 < busy < len(members) else "",
             )
         )  # fmt: skip
     arrows = (

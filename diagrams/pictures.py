@@ -1,13 +1,13 @@
 """Every picture that there is, by name and format; and the ones that are committed, held to the tables.
 
 Committed in ``rendered/`` are DOT (compared byte for byte), JSON (the same, and what ``diff`` reads) and SVG (for the
-pages; compared where the program that drew it is installed in the same version, for another may lay it out otherwise).
+pages; it names the digest of the DOT text that it was drawn from, which is always compared, and its bytes are where the
+program that drew it is installed in the same version, for another may lay it out otherwise).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,7 @@ from typing import Final
 from context_cache.diagrams.dot import to_dot
 from context_cache.diagrams.drawing import Drawing, draw
 from context_cache.diagrams.engines import FORMATS as LAID_OUT
-from context_cache.diagrams.engines import pure_version, render
+from context_cache.diagrams.engines import digest, drawn_from, pure_version, render
 from context_cache.diagrams.markdown import to_markdown
 from context_cache.diagrams.mermaid import to_mermaid
 from context_cache.diagrams.overlay import NOTHING, Overlay
@@ -30,6 +30,7 @@ __all__ = [
     "NAMES",
     "PictureError",
     "committed",
+    "drawn_elsewhere",
     "file_name",
     "formats_of",
     "picture",
@@ -101,10 +102,18 @@ def stale_files(folder: Path) -> list[tuple[str, str]]:
         wanted.add(path.name)
         if not path.is_file():
             stale.append((path.name, "missing"))
-        elif _comparable(format, found := path.read_bytes()) and found != picture(name, format):
+        elif not _current(name, format, path.read_bytes()):
             stale.append((path.name, "changed"))
-    stale += sorted((path.name, "left over") for path in folder.glob("*") if path.name not in wanted)
+    # Hidden files are notes of a system or an editor to itself.
+    others = (path.name for path in folder.glob("*") if not path.name.startswith("."))
+    stale += sorted((name, "left over") for name in others if name not in wanted)
     return stale
+
+
+def drawn_elsewhere(folder: Path) -> int:
+    """How many of the committed SVGs cannot be compared byte by byte here."""
+    paths = [folder / file_name(name, format) for name, format in committed() if format == "svg"]
+    return sum(_elsewhere(path.read_bytes()) for path in paths if path.is_file())
 
 
 def committed() -> Iterator[tuple[str, str]]:
@@ -115,13 +124,18 @@ def committed() -> Iterator[tuple[str, str]]:
                 yield name, format
 
 
-def _comparable(format: str, found: bytes) -> bool:
-    if format != "svg":
-        return True
-    drawn_by = re.search(rb"<!-- Drawn by graphviz-pure (\S+) -->", found)
-    installed = pure_version()
-    # A picture that does not say who drew it was not drawn by us, so it is compared, and differs.
-    return installed is not None and (drawn_by is None or drawn_by[1].decode() == installed)
+def _current(name: str, format: str, found: bytes) -> bool:
+    if format != "svg" or not _elsewhere(found):
+        return found == picture(name, format)
+    drawn = drawn_from(found)
+    return drawn is not None and drawn[1] == digest(picture(name, "dot"))
+
+
+def _elsewhere(svg: bytes) -> bool:
+    """Whether the program that drew it is not installed here, or in another version."""
+    installed, drawn = pure_version(), drawn_from(svg)
+    # What does not say who drew it was not drawn by us, so it is compared, and differs.
+    return installed is None or (drawn is not None and drawn[0] != installed)
 
 
 def _drawing(name: str, around: str | None) -> Drawing:

@@ -75,6 +75,11 @@ class TableRow:
         )
         return tuple((cause, state) for cause, state in named if state is not None)
 
+    @property
+    def every_step(self) -> tuple[Step, ...]:
+        """What the row does, and what it does after a failure."""
+        return (*self.steps, *self.failure_steps, *self.publish_failure_steps)
+
     def failure_steps_of(self, cause: str) -> tuple[Step, ...]:
         """What the row does after a failure of that cause."""
         return {"device error": self.failure_steps, "publish failed": self.publish_failure_steps}.get(cause, ())
@@ -95,7 +100,7 @@ class Table:
         """Every ``machine.event`` that a row or the entry of a state offers, in order of first appearance."""
         found: dict[str, None] = {}
         for row in self.rows:
-            for step in (*row.steps, *row.failure_steps):
+            for step in row.every_step:
                 if step.kind == "couple":
                     found.setdefault(step.name)
         for state in self.states:
@@ -150,6 +155,10 @@ _REDRAW: Final = "write it again with `context-cache draw --format json`"
 
 def _check_names(table: Table, where: str) -> None:
     known = [state.name for state in table.states]
+    names = [(f"states[{at}].name", name) for at, name in enumerate(known)]
+    for place, name in (*names, *((f"rows[{row.row}].event", row.event) for row in table.rows)):
+        if not name.strip():
+            raise TableError(f"{where}: {place} is blank; {_REDRAW}")
     for name in known:
         if known.count(name) > 1:
             raise TableError(f"{where}: state {name!r} is there twice; {_REDRAW}")

@@ -44,7 +44,7 @@ def draw_command() -> click.Command:
 @click.option("--request", metavar="ID", help="With --trace: only this request, with the numbers of its steps.")
 @click.option("--step", type=click.IntRange(1), metavar="N", help="With --trace: only the steps up to this one.")
 @click.option("--coverage", metavar="FILE", type=click.Path(dir_okay=False),
-              help="Paint what was never taken red: a trace, or what pytest --lifecycle-coverage=FILE wrote.")
+              help="Paint what was never taken red: a trace, or what pytest --lifecycle-coverage-file=FILE wrote.")
 @click.option("--engine", type=click.Choice(["pure", "dot"]),
               help="What lays pictures out: graphviz-pure, which comes with the extra draw, or the system's dot.  "
               "[default: pure where it is installed]")
@@ -70,7 +70,7 @@ def _draw(
     """Draw lifecycles from their tables: MACHINE is one of request, sequence, capture, coordinator, execution, view,
     request-phases or overview (default: all). Nothing has to run for it.
 
-    Files are named after the picture and its format, and each is written whole or not at all.
+    Files are named after the picture and its format. They are written whole, and all of them or none.
 
     \b
     Examples:
@@ -83,30 +83,35 @@ def _draw(
       context-cache draw --check
     """
     from context_cache.coordinator.cli.app import DoesNotHold, Unusable
-    from context_cache.coordinator.cli.output import CannotWrite, write_file
+    from context_cache.coordinator.cli.arguments import check_inputs, check_output
+    from context_cache.coordinator.cli.output import CannotWrite
+    from context_cache.coordinator.cli.output_set import write_files
     from context_cache.coordinator.cli.progress import LateProgress
     from context_cache.diagrams.engines import DrawingFailed, EngineMissing
     from context_cache.diagrams.pictures import PictureError, picture
 
     if check:
-        if machines or formats or html or around or highlight or trace or coverage or engine:
+        if machines or formats or html or around or highlight or trace or request or step or coverage or engine:
             raise Unusable("--check looks at all committed pictures; leave MACHINE and all options but -o away")
         folder = _committed_folder(output)
-        stale = _stale(folder)
+        stale, elsewhere = _stale(folder)
         if as_json:
             listed = [{"file": file, "is": what} for file, what in stale]
-            click.echo(json.dumps({"folder": str(folder), "stale": listed}))
+            click.echo(json.dumps({"folder": str(folder), "stale": listed, "not_compared_to_the_byte": elsewhere}))
         elif not stale:
-            click.echo(f"{folder}: every picture is what its table says")
+            click.echo(f"{folder}: every picture is what its table says{_but(elsewhere)}")
         if stale:
             names = ", ".join(f"{file} ({what})" for file, what in stale)
             delete = "delete what is left over and " if any(what == "left over" for _, what in stale) else ""
-            raise DoesNotHold(f"{folder} differs from the tables: {names}; {delete}run: context-cache draw -o {folder}")
+            raise DoesNotHold(f"{folder} differs from the tables: {names}; {delete}run: {_redraw(folder)}")
         return
 
     if html is not None:
         if output or formats or around or highlight or request or step or coverage:
             raise Unusable("--html writes one page; leave all options but --trace, --engine and --json away")
+        if trace is not None:
+            check_inputs(trace, option="--trace", advice="name another file")
+        check_output(html, "--html", [] if trace is None else [trace], makes_folders=True)
         _write_html(html, machines, trace, engine)
         click.echo(json.dumps({"written": [html]}) if as_json else html)
         return
@@ -135,9 +140,10 @@ def _draw(
         click.echo(made[0][1], nl=False)
         return
     paths = [Path(output or ".") / file for file, _ in made]
+    for path in paths:
+        check_output(str(path), "-o", [name for name in (trace, coverage) if name is not None], makes_folders=True)
     try:
-        for path, (_, content) in zip(paths, made, strict=True):
-            write_file(path, content)
+        write_files(dict(zip(paths, (content for _, content in made), strict=True)))
     except CannotWrite as error:
         raise Unusable(str(error)) from None
     if as_json:
@@ -175,12 +181,25 @@ def _committed_folder(output: str | None) -> Path:
     return folder
 
 
-def _stale(folder: Path) -> list[tuple[str, str]]:
+def _redraw(folder: Path) -> str:
+    """What makes the committed pictures again; in a checkout there is a page beside them, made by the same command."""
+    here = Path("dev").is_file() and folder.resolve() == Path("diagrams", "rendered").resolve()
+    return "./dev draw" if here else f"context-cache draw -o {folder}"
+
+
+def _but(elsewhere: int) -> str:
+    if not elsewhere:
+        return ""
+    which = "1 SVG names its text and was" if elsewhere == 1 else f"{elsewhere} SVGs name their text and were"
+    return f"; {which} not compared to the byte, for the graphviz-pure that drew them is not installed"
+
+
+def _stale(folder: Path) -> tuple[list[tuple[str, str]], int]:
     from context_cache.coordinator.cli.app import Unusable
-    from context_cache.diagrams.pictures import stale_files
+    from context_cache.diagrams.pictures import drawn_elsewhere, stale_files
 
     try:
-        return stale_files(folder)
+        return stale_files(folder), drawn_elsewhere(folder)
     except OSError as error:
         raise Unusable(f"{error.filename or folder} cannot be read ({error.strerror}); make it readable") from None
 
@@ -244,6 +263,7 @@ def _file(name: str, format: str, around: str | None, highlight: str | None) -> 
 def _overlays(trace: str | None, request: str | None, step: int | None, coverage: str | None) -> dict[str, Overlay]:
     """What is laid over each machine's picture. Raises Unusable."""
     from context_cache.coordinator.cli.app import Unusable
+    from context_cache.coordinator.cli.arguments import check_inputs
 
     if trace is None and (request is not None or step is not None):
         raise Unusable("--request and --step choose from a trace; add --trace FILE")
@@ -251,6 +271,8 @@ def _overlays(trace: str | None, request: str | None, step: int | None, coverage
         raise Unusable("--trace and --coverage both colour the rows; draw one after the other")
     if trace is None and coverage is None:
         return {}
+    if trace is not None:
+        check_inputs(trace, option="--trace")
     from context_cache.coordinator.cli.overlaying import coverage_overlays, trace_overlays
 
     return coverage_overlays(coverage) if coverage is not None else trace_overlays(trace or "", request, step)
@@ -278,4 +300,5 @@ def _overlay(found: Overlay | None, highlight: str | None) -> Overlay:
     overlay = Overlay() if found is None else found
     if highlight is None:
         return overlay
-    return evolve(overlay, states={**overlay.states, highlight: Mark(colour="#7ee787", last=True)})
+    mark = evolve(overlay.states.get(highlight, Mark()), colour="#7ee787", last=True)
+    return evolve(overlay, states={**overlay.states, highlight: mark})

@@ -110,13 +110,13 @@ def steady_call(
 
 
 class StepLines:
-    """Makes the lines of steps. What a step says beside its acts is mostly what it said the last time, and is kept."""
+    """Makes the lines of steps. What a step says beside its acts and slots is mostly what it said the last time."""
 
     __slots__ = ("_kept",)
 
     def __init__(self) -> None:
-        # By subject and id of the firing, which the kept step keeps alive: the step, its line up to where acts stand,
-        # and the rest.
+        # By subject and id of the firing, which the kept step keeps alive: the step, its line up to where acts and
+        # slots stand, and the rest.
         self._kept: dict[tuple[str, int], tuple[StepParts, bytes, bytes]] = {}
 
     def of(self, happened: Happened) -> tuple[bytes, int]:
@@ -133,21 +133,26 @@ class StepLines:
                 continue
             steps += 1
             before, after = self._parts(item)
+            lines.append(before)
             if acts and item[1].machine == _REQUEST:
-                lines += (before, b'"acts":[', b",".join(acts), b"],", after)
+                lines += (b'"acts":[', b",".join(acts), b"],")
                 acts = []
-            else:
-                lines += (before, after)
+            if item[3]:
+                lines.append(_slots(item[3]))
+            lines.append(after)
         return b"".join(lines), steps
 
     def _parts(self, parts: StepParts) -> tuple[bytes, bytes]:
-        key = (parts[0], id(parts[1]))
+        subject, firing, ran, _, failed = parts
+        key = (subject, id(firing))
         kept = self._kept.get(key)
-        if kept is not None and kept[0] == parts:
-            return kept[1], kept[2]
+        if kept is not None:
+            step, before, after = kept
+            if step[2] == ran and step[4] == failed:
+                return before, after
         line = _line(parts)
-        # The fields behind the acts are slots, if there are any, and then outcome; neither word is in a name before.
-        at = line.rindex(b'"slots":' if parts[3] else b'"outcome":')
+        # Behind acts and slots the outcome follows; the word is in no name before it.
+        at = line.rindex(b'"outcome":')
         if len(self._kept) >= _KEPT_MAX:
             self._kept.clear()
         self._kept[key] = (parts, line[:at], line[at:])
@@ -155,7 +160,8 @@ class StepLines:
 
 
 def _line(parts: StepParts) -> bytes:
-    subject, firing, ran, slots, failed = parts
+    """The line of a step without its acts and slots."""
+    subject, firing, ran, _, failed = parts
     record = StepRecord(
         machine=firing.machine,
         subject=subject,
@@ -165,7 +171,6 @@ def _line(parts: StepParts) -> bytes:
         target=firing.target,
         guards=dict(firing.guards),
         ran=list(ran),
-        slots=_ranges(slots),
         outcome=firing.outcome,
         failed=failed,
         ended=firing.work_ended,
@@ -174,8 +179,8 @@ def _line(parts: StepParts) -> bytes:
 
 
 @lru_cache(4096)
-def _ranges(slots: tuple[int, ...]) -> str:
-    """``(0, 1, 2, 5)`` as ``0-2,5``."""
+def _slots(slots: tuple[int, ...]) -> bytes:
+    """The field of slots as ranges: ``(0, 1, 2, 5)`` as ``"slots":"0-2,5",``."""
     parts: list[str] = []
     first = last = None
     for slot in (*slots, None):
@@ -185,4 +190,4 @@ def _ranges(slots: tuple[int, ...]) -> str:
         if first is not None:
             parts.append(str(first) if first == last else f"{first}-{last}")
         first = last = slot
-    return ",".join(parts)
+    return f'"slots":"{",".join(parts)}",'.encode()

@@ -103,6 +103,16 @@ def test_a_written_file_is_whole_or_the_old_one(cli, tmp_path, monkeypatch):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("view.dot", "old")]
 
 
+def test_all_files_are_written_or_none(cli, tmp_path):
+    """How it could go wrong: one target is a folder, and the others are new already when that is found out."""
+    (tmp_path / "view.svg").mkdir()
+    (tmp_path / "view.dot").write_text("old")
+    line = refused(cli("draw", "view", "-o", tmp_path))
+    assert "view.svg cannot be written (Is a directory); choose another place with -o" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["view.dot", "view.svg"]
+    assert (tmp_path / "view.dot").read_text() == "old"
+
+
 def test_the_texts_are_utf8_under_a_c_locale(tmp_path):
     """C122."""
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -144,6 +154,11 @@ def test_the_check_looks_at_the_checkout_that_one_stands_in(cli, copied, monkeyp
     done = cli("draw", "--check")
     assert done.status == 1
     assert "diagrams/rendered differs from the tables: view.dot (changed)" in done.err
+    assert "run: context-cache draw -o diagrams/rendered" in done.err
+    # The command of a checkout makes the page beside the pictures too.
+    Path("dev").write_text("")
+    assert "; run: ./dev draw" in cli("draw", "--check").err
+    assert "; run: ./dev draw" in cli("draw", "--check", "-o", "diagrams/rendered").err
 
 
 @pytest.mark.parametrize("name", ["request.dot", "request.json", "request.svg"])
@@ -170,20 +185,48 @@ def test_missing_and_left_over_files_fail_the_check(cli, copied):
     ]  # fmt: skip
 
 
-def test_a_picture_of_another_engine_version_is_not_compared(cli, copied):
-    """Another version may lay the same text out otherwise; the text is compared all the same."""
-    path = copied / "view.svg"
+def of_another_version(path):
+    """As another version of the layout program might have drawn it."""
     path.write_text(path.read_text().replace(f"graphviz-pure {engines.pure_version()}", "graphviz-pure 0.0.1") + "\n")
-    assert cli("draw", "--check", "-o", copied).status == 0
-    path.write_text(path.read_text().replace("<!-- Drawn by graphviz-pure 0.0.1 -->\n", ""))
+
+
+def test_a_picture_of_another_engine_version_is_not_compared_to_the_byte(cli, copied):
+    """Another version may lay the same text out otherwise; what it was drawn from is compared all the same."""
+    path = copied / "view.svg"
+    of_another_version(path)
+    done = cli("draw", "--check", "-o", copied)
+    assert done.status == 0
+    assert "; 1 SVG names its text and was not compared to the byte" in done.out
+    path.write_text(path.read_text().replace("<!-- Drawn by graphviz-pure 0.0.1 ", "<!-- "))
     assert cli("draw", "--check", "-o", copied).status == 1
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_picture_of_another_text_fails_the_check_whoever_drew_it(cli, copied, monkeypatch, installed):
+    """How it could go wrong: where nothing can lay the text out, a picture of an old table passes for the new one."""
+    path = copied / "view.svg"
+    of_another_version(path)
+    path.write_text(path.read_text().replace(engines.digest(to_dot(VIEW)), "0" * 64))
+    if not installed:
+        monkeypatch.setattr(engines, "_pure_program", lambda: None)
+    done = cli("draw", "--check", "-o", copied)
+    assert done.status == 1
+    assert "view.svg (changed)" in done.err
 
 
 def test_the_check_needs_no_layout_program(cli, copied, monkeypatch):
     monkeypatch.setattr(engines, "_pure_program", lambda: None)
-    assert cli("draw", "--check", "-o", copied).status == 0
+    done = cli("draw", "--check", "-o", copied)
+    assert done.status == 0
+    assert "8 SVGs name their text and were not compared to the byte" in done.out
+    assert json.loads(cli("draw", "--check", "-o", copied, "--json").out)["not_compared_to_the_byte"] == 8
     (copied / "view.dot").write_text("spoiled")
     assert cli("draw", "--check", "-o", copied).status == 1
+
+
+def test_what_a_system_notes_in_a_folder_is_not_left_over(cli, copied):
+    (copied / ".DS_Store").write_bytes(b"")
+    assert cli("draw", "--check", "-o", copied).status == 0
 
 
 def test_the_check_with_other_options_is_refused(cli):

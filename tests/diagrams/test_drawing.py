@@ -28,7 +28,7 @@ def failures(drawing):
         for line in edge.lines:
             found.update((row, line.text) for row in line.rows if line.kind == FAILURE)
     for line in drawing.lines:
-        found.update((row, cause) for row in line.rows for cause in line.also)
+        found.update((also.row, also.cause) for also in line.also)
     for node in drawing.nodes:
         for line in node.lines:
             found.update((row, line.text) for row in line.rows if line.kind == FAILURE)
@@ -83,7 +83,7 @@ def test_parallel_rows_are_one_arrow_with_a_line_each(copier):
         ((0,), "start", ("ready", "not big")),
         ((1,), "start", ("ready", "big")),
     ]
-    assert [[step.name for step in line.runs[0]] for line in edge.lines] == [["plan", "copy"], ["plan", "copy", "copy"]]
+    assert [[step.name for step in line.steps] for line in edge.lines] == [["plan", "copy"], ["plan", "copy", "copy"]]
 
 
 def test_an_event_of_every_state_of_a_phase_is_one_arrow_from_the_phase(copier):
@@ -121,9 +121,43 @@ def test_what_most_states_offer_on_entry_is_said_in_their_boxes_and_not_an_arc_e
 def test_a_small_machine_has_its_steps_in_full_and_a_large_one_a_key(copier):
     assert draw(copier).keys == {}
     drawing = draw(REQUEST)
-    long = {run for line in drawing.lines for run in line.runs if len(run) > 1}
+    shown = [line.steps for line in drawing.lines] + [also.steps for line in drawing.lines for also in line.also]
+    long = {run for run in shown if len(run) > 1}
     assert long == set(drawing.keys)
     assert list(drawing.keys.values())[:3] == ["A", "B", "C"]
+
+
+@EVERY
+def test_every_line_says_the_guards_and_the_steps_of_each_of_its_rows(spec):
+    """How it could go wrong: rows with opposite guards share a line, and only one of them does what it says."""
+    table = as_table(spec)
+    for line in draw(spec).lines:
+        rows = [table.rows[number] for number in line.rows]
+        if line.kind == FAILURE:
+            assert {row.failure_steps_of(line.text) for row in rows} == {line.steps}
+        else:
+            assert {(row.guards, row.steps, row.work_ended or "") for row in rows} == {
+                (line.guards, line.steps, line.ended)
+            }
+
+
+def test_steps_after_a_failure_that_ends_where_success_does_are_shown():
+    (line,) = [line for line in draw(REQUEST).lines if line.rows == (7,) and line.also]
+    assert [(also.row, also.cause, [step.name for step in also.steps]) for also in line.also] == [
+        (7, "publish failed", ["retire_reservations"])
+    ]
+
+
+def test_an_arrow_of_a_phase_says_which_states_do_what():
+    """Whether `finish` waits for the device depends on the state that it comes from."""
+    (edge,) = [edge for edge in draw(REQUEST).edges if (edge.source, edge.target) == ("executing", "released")]
+    (mine,) = [line for line in edge.lines if line.text == "finish" and "broken" in line.sources]
+    assert mine.steps[0].name == "drain"
+    table = as_table(REQUEST)
+    for line in edge.lines:
+        assert set(line.sources) == {table.rows[number].source for number in line.rows}
+    (moves,) = [edge for edge in draw(REQUEST).edges if edge.to_phase]
+    assert [line.sources for line in moves.lines] == [()]
 
 
 def test_around_a_state_shows_its_rows_and_no_others():
@@ -141,4 +175,6 @@ def test_the_phases_of_a_request_are_what_a_reader_meets_first():
         "new", "admitted", "executing", "finishing", "quarantined", "poisoned", "released",
     ]  # fmt: skip
     assert successes(drawing) == collections.Counter(range(len(REQUEST.transitions)))
+    work = {node.name: node.partly for node in drawing.nodes if node.partly}
+    assert work == {"executing": "work outstanding in 9 of 11", "finishing": "work outstanding in 3 of 5"}
     assert ("executing", "quarantined") in {(edge.source, edge.target) for edge in drawing.edges if edge.failure}

@@ -52,6 +52,8 @@ def broken(change):
         (broken(lambda d: d.update(name=7)), "name is no text"),
         (broken(lambda d: d.update(initial="x")), "initial names state 'x'"),
         (broken(lambda d: d["states"].append(d["states"][0])), "state 'none' is there twice"),
+        (broken(lambda d: d["states"][1].update(name=" ")), "states[1].name is blank"),
+        (broken(lambda d: d["rows"][2].update(event="")), "rows[2].event is blank"),
         (broken(lambda d: d["states"][1].pop("holds")), "states[1] has no 'holds'"),
         (broken(lambda d: d["states"][1].update(final="no")), "states[1].final is neither true nor false"),
         (broken(lambda d: d["rows"][2].update(target="lost")), "rows[2] names state 'lost'"),

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from markdown_it import MarkdownIt
 
 from context_cache.diagrams import Mark, Overlay, draw, to_dot, to_markdown, to_mermaid
 from context_cache.diagrams.overview import overview_dot
+from context_cache.diagrams.phases import draw_phases
+from context_cache.diagrams.table import Step, as_table
 from context_cache.machines import ALL_MACHINES, REQUEST, MachineSpec, State, Transition
 
 EVERY = pytest.mark.parametrize("spec", ALL_MACHINES, ids=lambda spec: spec.name)
@@ -160,7 +163,7 @@ def test_marks_of_different_colours_are_lines_of_their_own():
     """How it could go wrong: one colour for a line of several rows says something of a row that has no mark."""
     rows = {17: Mark(text="new", colour="#00ff00")}
     failures = {(17, "device error"): Mark(colour="#0000ff")}
-    text = to_dot(draw(REQUEST, apart={17}), Overlay(rows=rows, failures=failures))
+    text = to_dot(REQUEST, Overlay(rows=rows, failures=failures))
     assert '<TD BGCOLOR="#00ff00">17 new</TD><TD ALIGN="LEFT"><B>prepare_decode_step</B>' in text
     assert '<TD BGCOLOR="#0000ff">17</TD>' in text
     assert '<TD BGCOLOR="#ffdcd9">18</TD>' in text
@@ -177,9 +180,68 @@ def test_a_last_row_is_drawn_bold(copier):
 
 
 def test_marks_of_folded_rows_stand_beside_their_own_numbers():
-    text = to_dot(REQUEST, Overlay(rows={17: Mark(count=40), 18: Mark(count=2), 54: Mark(count=1)}))
-    assert "17 x40, 18 x2" in text
-    assert "53, 54 x1, 55" in text or "52, 54 x1, 55" in text
+    text = to_dot(REQUEST, Overlay(rows={54: Mark(count=1), 55: Mark(count=1), 57: Mark(count=2)}))
+    assert "54 x1, 55 x1, 56, 57 x2, 58-59<" in text
+
+
+def test_rows_of_which_the_same_is_said_share_a_range():
+    """How it could go wrong: a picture of what is covered writes every number of a range that a plain one writes."""
+    for mark, badge in ((Mark(colour="#ff8a80"), "54-56"), (Mark(text="added", colour="#ff8a80"), "54-56 added")):
+        text = to_dot(REQUEST, Overlay(rows=dict.fromkeys((54, 55, 56), mark)))
+        assert f'<TD BGCOLOR="#ff8a80">{badge}</TD>' in text
+        assert '<TD BGCOLOR="#ffd8a8">57-59</TD>' in text
+
+
+def test_a_failure_that_ends_where_success_does_is_marked():
+    for row, event in ((7, "finalize_prefill"), (13, "finalize_sequence_admission"), (38, "complete_decode_step")):
+        overlay = Overlay(failures={(row, "publish failed"): Mark(count=3, colour="#123456", last=True)})
+        text = to_dot(REQUEST, overlay)
+        assert f'<TD BGCOLOR="#123456">{row} x3</TD>' in text
+        (arrow,) = [line for line in text.splitlines() if " -> " in line and "penwidth=3" in line]
+        assert f"<B>{event}</B>" in text.partition(arrow)[2].partition("</TABLE>")[0]
+        assert '">3 x3' not in text
+
+
+def test_a_shared_failure_takes_the_colour_of_its_marks():
+    failures = {(row, "publish failed"): Mark(colour="#123456") for row in (46, 47)}
+    box = to_dot(REQUEST, Overlay(failures=failures)).partition("f_executing__settled_5f_frozen__")[2]
+    assert '<TD BGCOLOR="#123456"><FONT POINT-SIZE="9" COLOR="#cf222e">46' in box.partition("</TABLE>")[0]
+
+
+def test_a_state_with_a_mark_keeps_its_colours_where_others_fade(copier):
+    text = to_dot(copier, Overlay(states={"copying": Mark()}, fade=True))
+    heads = {name: text.partition(f"s_{name} [")[2].partition("label=")[0] for name in ("copying", "waiting")}
+    assert 'fillcolor="#fff8dc", color="#57606a"' in heads["copying"]
+    assert 'fillcolor="#ffffff", color="#afb8c1"' in heads["waiting"]
+
+
+def test_an_arrow_to_another_machine_fades_with_its_state(copier):
+    def arc(states):
+        text = to_dot(copier, Overlay(states=states, fade=True))
+        (line,) = [line for line in text.splitlines() if line.startswith("s_stuck -> m_alarm")]
+        (box,) = [line for line in text.splitlines() if line.startswith("m_alarm [")]
+        return 'color="#8250df"' in line, 'color="#8250df"' in box
+
+    assert arc({}) == (False, False)
+    assert arc({"stuck": Mark()}) == (True, True)
+
+
+def test_the_legend_explains_every_colour_of_the_numbers():
+    for drawing in (draw(REQUEST), draw_phases(REQUEST)):
+        text = to_dot(drawing)
+        legend, _, rest = text.partition("start [")
+        used = set(re.findall(r'<TD BGCOLOR="(#\w+)">[\d, -]+</TD>', rest))
+        assert used
+        assert used <= set(re.findall(r'<TD BGCOLOR="(#\w+)"><FONT POINT-SIZE="9">', legend))
+    follower = next(spec for spec in ALL_MACHINES if spec.follows)
+    assert "host only" not in to_dot(follower)
+
+
+def test_how_device_work_ended_is_said():
+    text = to_dot(REQUEST)
+    label = text.partition('BGCOLOR="#eaeef2">41<')[2].partition("</TR>")[0]
+    assert "(runtime has synchronised)" in label
+    assert "| by_runtime_sync |" in next(x for x in to_markdown(REQUEST).splitlines() if x.startswith("| 41 |"))
 
 
 def test_marks_for_what_the_picture_does_not_have_are_ignored(copier):
@@ -203,10 +265,19 @@ def test_the_overview_has_every_machine_and_every_coupling():
     for spec in ALL_MACHINES:
         assert f"m_{spec.name} [" in text
     for event in "drain_failed take give_back undo_take start_lengths claim entry_finalized forget".split():
-        assert text.count(f"<B>{event}</B>") == 1
+        assert len(re.findall(rf"<B>\w+\.{event}</B>", text)) == 1
     assert "serving → poisoned" in text
     assert "m_request -> m_sequence [style=dotted, dir=back" in text
     assert "m_view -> " not in text
+
+
+def test_the_overview_has_what_a_failed_publication_offers():
+    table = as_table(ALL_MACHINES[0])
+    row = attrs.evolve(table.rows[7], publish_failure_steps=(Step("couple", "view.shout"),))
+    table = attrs.evolve(table, rows=(*table.rows[:7], row, *table.rows[8:]))
+    assert "view.shout" in table.couplings
+    assert "<B>view.shout</B>" in overview_dot([table, *ALL_MACHINES[1:]])
+    assert re.search(r"<B>view.shout</B>.*rows 7<", overview_dot([table, *ALL_MACHINES[1:]]))
 
 
 # ---- Mermaid ------------------------------------------------------------------------------
@@ -245,7 +316,7 @@ def test_odd_names_survive_in_mermaid(odd, nasty):
     assert nasty.replace("\x07", "␇") in shown
 
 
-@given(st.lists(st.text(min_size=1, max_size=6), min_size=2, max_size=5, unique=True))
+@given(st.lists(st.text(min_size=1, max_size=6).filter(str.strip), min_size=2, max_size=5, unique=True))
 def test_two_states_never_share_an_id(names):
     states = tuple(State(name, "m") for name in names[:-1])
     rows = tuple(Transition(event="e", source=a, target=b) for a, b in itertools.pairwise(names))
