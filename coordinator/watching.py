@@ -31,7 +31,10 @@ def publish_offer(offer: Offer, core: Core, request: Request, resident: int) -> 
 
 @runtime_checkable
 class Watcher(Protocol):
-    """A recorder that sees calls. Every method of it must return without raising, except what it was handed to run.
+    """A recorder that sees calls.
+
+    What it is asked once, while a coordinator is built, may raise ContractViolation: then none is built. Of the rest
+    only an interrupt may pass, and what ``dropped`` was handed to run; its own troubles are its own.
 
     looks_before: names of calls before which it wants to look. began_at: set to ``perf_counter_ns`` at each call.
     """
@@ -40,10 +43,16 @@ class Watcher(Protocol):
     began_at: int
 
     def hasher(self, hasher: BlockHasher) -> BlockHasher:
-        """The identity function to use instead, asked once, before anything is built."""
+        """The identity function to use instead, asked once, before anything is built.
+
+        Raises ContractViolation if this watcher cannot be given to a coordinator.
+        """
 
     def attach(self, core: Core) -> None:
-        """The coordinator is built; wrap its doors. Raises ContractViolation if it cannot be watched."""
+        """The core is built, its doors are wrapped already, and nothing has happened.
+
+        Raises ContractViolation if it cannot be watched from the state that its books and tables are in.
+        """
 
     def device(self, device: LifecycleDevice) -> LifecycleDevice:
         """The device to use instead."""

@@ -14,7 +14,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Final, Protocol
@@ -333,7 +332,8 @@ class TraceRecorder(CallRecorder):
     Give it as ``recorder`` when the coordinator is built, and close it (or leave its ``with`` block) at the end. Each
     call is safe against a death of the process as soon as it has returned. An existing trace is replaced.
 
-    Raises OSError when the files cannot be made; later errors of the disk switch the recorder off and are logged.
+    Raises OSError when the files cannot be made or another recorder writes them, and then nothing has changed; later
+    errors of the disk switch the recorder off and are logged.
     """
 
     def __init__(
@@ -341,14 +341,13 @@ class TraceRecorder(CallRecorder):
     ) -> None:
         self._files = TraceFiles(path, redact=redact, timings=timings)
         super().__init__(self._files, seed=seed, timed=timings)
-        self._forgotten = weakref.finalize(self, _close_forgotten, self._files)
+        self._forgotten = weakref.finalize(self, _close, self._files)
         _open_recorders.add(self)
 
     def close(self) -> None:
         super().close()
         # Of a recorder that failed the files are still open; what they cannot take stays in their journals.
-        with suppress(OSError):
-            self._files.close()
+        _close(self._files)
         self._forgotten.detach()
 
     def leave(self) -> None:
@@ -375,8 +374,8 @@ def _leave_to_the_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
-def _close_forgotten(files: TraceFiles) -> None:
-    """Of a recorder that was collected, or lived until the process ended, without being closed."""
+def _close(files: TraceFiles) -> None:
+    """What is still open of a recorder that failed, or was collected or lived to the end without being closed."""
     try:
         files.close()
     except OSError as error:
