@@ -85,7 +85,7 @@ def check_output(
         except (OSError, ValueError) as error:
             raise _cannot_write(option, path, error) from None
         if stat.S_ISDIR(mode) or not (stat.S_ISREG(mode) or direct):
-            raise Unusable(f"{out} is {_kind(mode)}, which is not replaced; choose another place with {option}")
+            raise Unusable(f"{out} cannot be written (it is {_kind(mode)}); choose another place with {option}")
     if not makes_folders:
         try:
             # With the dot a file in the place of the folder is an error too.

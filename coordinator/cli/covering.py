@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import click
@@ -84,7 +83,7 @@ def coverage_of(name: str) -> Coverage:
     except UnicodeDecodeError:
         raise Unusable(f"{name}: it is no UTF-8 text; write it with: pytest --lifecycle-coverage-file=FILE") from None
     except OSError as error:
-        raise Unusable(f"{os.fspath(name)}: {error.strerror}; name a trace or a coverage file") from None
+        raise Unusable(f"{name} cannot be read ({error.strerror or error}); name a trace or a coverage file") from None
 
 
 def _of_trace(name: str) -> Coverage:

@@ -19,7 +19,7 @@ def write_file(path: Path, content: bytes, option: str = "-o") -> None:
     option: with which another place can be chosen.
     """
     if path.exists() and not path.is_file():
-        raise CannotWrite(f"{path} is no regular file, which is not replaced; choose another place with {option}")
+        raise CannotWrite(f"{path} cannot be written (it is no regular file); choose another place with {option}")
     # What a link names is replaced, not the link.
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.{os.getpid()}.new")

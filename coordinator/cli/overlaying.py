@@ -85,7 +85,8 @@ def trace_overlays(path: str, request: str | None, until: int | None) -> dict[st
     except TraceError as error:
         raise Unusable(f"--trace {path}: {error}") from None
     except OSError as error:
-        raise Unusable(f"--trace {path}: {error.strerror}; name a trace that can be read") from None
+        reason = error.strerror or error
+        raise Unusable(f"--trace {path} cannot be read ({reason}); name a trace that can be read") from None
     if request is not None and request not in requests:
         known = f"r1 to r{len(requests)}" if requests else "none"
         raise Unusable(f"--request {request}: the trace has no such request; it has {known}")

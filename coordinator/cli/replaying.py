@@ -99,7 +99,8 @@ def replay_command(
         # What has no name of a file is the output, which is not ours.
         if error.filename is None:
             raise
-        raise Unusable(f"{error.filename}: {error.strerror or error}; name a trace that can be read") from None
+        reason = error.strerror or error
+        raise Unusable(f"{error.filename} cannot be read ({reason}); name a trace that can be read") from None
 
 
 def _replay(trace: str, backend: str, until: int | None, by_step: bool, memory: float, as_json: bool) -> None:
@@ -224,7 +225,8 @@ def _shrink(
 
 def _is_of(trace: str, error: OSError) -> bool:
     """Whether it was the trace that could not be read."""
-    return isinstance(error.filename, str | os.PathLike) and os.fspath(error.filename) == trace
+    named = error.filename
+    return isinstance(named, str | os.PathLike) and os.path.realpath(named) == os.path.realpath(trace)
 
 
 def _shrunk_json(shrunk: Shrunk, out: Path) -> dict[str, Any]:

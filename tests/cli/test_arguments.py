@@ -112,7 +112,7 @@ def test_a_trace_goes_into_no_device(cli, trace, tmp_path, monkeypatch, argument
 
 def test_a_page_does_not_replace_a_device(cli, tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "PIPE")
-    refused(cli("draw", "--html", tmp_path / "PIPE"), "is a pipe, which is not replaced")
+    refused(cli("draw", "--html", tmp_path / "PIPE"), "cannot be written (it is a pipe)")
 
 
 def test_a_sum_can_go_to_a_device(cli, trace):

@@ -123,8 +123,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from context_cache.coordinator.testing.collecting import CoveragePlugin, unusable_file
 
-    # A test may change the working folder, and a worker writes nothing.
-    out = None if file is None or hasattr(config, "workerinput") else config.invocation_params.dir / file
+    # A worker writes nothing. pytest comes back to where the run began, wherever a test went.
+    out = None if file is None or hasattr(config, "workerinput") else Path(file)
     problem = None if out is None else unusable_file(out)
     if problem is not None:
         raise pytest.UsageError(f"--lifecycle-coverage-file={file}: {problem}")
