@@ -1,7 +1,8 @@
 """DOT text of a drawing: the form that is committed, compared line by line, and laid out by an engine.
 
 Written here and not by a library, so that a bare installation can write it and its bytes do not depend on a library's
-version. A changed row of the table changes one line of the text, and one more if it is in the key of a large table.
+version. A changed row of the table changes the lines of the text that name it, and one more if it is in the key of a
+large table.
 """
 
 from __future__ import annotations
