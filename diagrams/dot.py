@@ -142,7 +142,9 @@ class _Writer:
             source, cut = self._middle(edge.source), f", ltail={self._cluster(edge.source)}"
         if edge.to_phase:
             target, cut = self._middle(edge.target), f"{cut}, lhead={self._cluster(edge.target)}"
-        kinds = {line.kind for line in edge.lines}
+        # Among pale lines an arrow has the colour of those that are not.
+        marked = [line for line in edge.lines if self.labels.line_marks(line)] if self.overlay.fade else []
+        kinds = {line.kind for line in marked or edge.lines}
         kind = next(kind for kind in (FAILURE, "wait", "enqueue", "host") if kind in kinds)
         marks = self.labels.edge_marks(edge)
         stroke = self._stroke(kind, bool(marks)) + (", penwidth=3" if any(mark.last for mark in marks) else "")
