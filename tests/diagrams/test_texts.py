@@ -48,6 +48,18 @@ def test_each_row_of_a_label_is_a_line_of_its_own(spec):
             assert line.count("<TR>") == 1 or "host only" in line
 
 
+@EVERY
+def test_the_dot_text_shows_every_guard_and_every_step(spec):
+    """Those after a failure included."""
+    table, text = as_table(spec), to_dot(spec)
+    for row in table.rows:
+        for name in (*row.guards, *(step.name for step in row.every_step)):
+            assert re.search(rf"[\[>/ ]{re.escape(name)}[\],< ]", text), name
+    for state in table.states:
+        for step in state.on_enter:
+            assert f">{step.name}<" in text
+
+
 def test_a_state_shows_what_it_holds_and_what_entering_it_does():
     text = to_dot(REQUEST)
     box = text.partition("s_decoding [")[2].partition("</TABLE>>")[0]
