@@ -7,7 +7,7 @@ large table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from context_cache.diagrams.drawing import FAILURE, Arc, Drawing, Edge, Node, Shared, draw
 from context_cache.diagrams.labels import BUSY, COUPLE, MUTED, PALE, QUIET, STROKE, Labels
@@ -129,7 +129,7 @@ class _Writer:
     def _shared_arrow(self, shared: Shared) -> str:
         # Not inside the phase: an arrow written there would draw its target into the box.
         ends = f"{self.prefix}f_{shared.id} -> {self._state(shared.target)}"
-        stroke = self._named(shared.rows, FAILURE) + self._stroke(FAILURE, self._marked(shared))
+        stroke = self._named(shared.rows, {shared.cause: shared.rows}) + self._stroke(FAILURE, self._marked(shared))
         return f"{ends} [{stroke}, tooltip={_tip(shared)}];"
 
     def _marked(self, shared: Shared) -> bool:
@@ -151,13 +151,19 @@ class _Writer:
         rows = sorted({row for line in edge.lines for row in line.rows})
         tip = tooltip(f"{edge.source} to {edge.target}: rows {ranges(rows)}")
         ends = f"{self._state(source)} -> {self._state(target)}"
-        head = f"{ends} [{self._named(rows, kind)}{stroke}{cut}, tooltip={tip}, labeltooltip={tip}, label="
+        causes: dict[str, list[int]] = {}
+        for line in edge.lines:
+            if line.kind == FAILURE:
+                causes.setdefault(line.text, []).extend(line.rows)
+        head = f"{ends} [{self._named(rows, causes)}{stroke}{cut}, tooltip={tip}, labeltooltip={tip}, label="
         return table_label(head, [row for line in edge.lines for row in self.labels.line(line)], "];")
 
-    def _named(self, rows: Iterable[int], kind: str) -> str:
+    def _named(self, rows: Iterable[int], causes: Mapping[str, Iterable[int]]) -> str:
+        """The id of an arrow; ``causes`` are the failures that take it, with the rows that fail so."""
         if self.names is None:
             return ""
-        return f'id="{self.names.of("rows", rows)}", ' + ('class="failure", ' if kind == FAILURE else "")
+        ways = ["-".join((*cause.split(), *map(str, failing))) for cause, failing in causes.items()]
+        return f'id="{self.names.of("rows", rows)}", ' + (f'class="{" ".join(("failure", *ways))}", ' if ways else "")
 
     def _middle(self, phase: str) -> str:
         inside = [node.name for node in self.drawing.nodes if node.phase == phase]

@@ -117,7 +117,8 @@ class Labels:
 
     def _name(self, names: Names, line: Line, rows: list[int]) -> str:
         # A cell gets a group with its id only if it looks like a link, and a target without an address leads nowhere.
-        return f' ID="{names.of("label", rows, "failure" if line.kind == FAILURE else "")}" TARGET="_self"'
+        mark = "-".join(("failure", *line.text.split(), "")) if line.kind == FAILURE else ""
+        return f' ID="{names.of("label", rows, mark)}" TARGET="_self"'
 
     def _words(self, line: Line, state: str, pale: bool) -> str:
         red = _ink(STROKE[FAILURE], pale)

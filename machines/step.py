@@ -149,7 +149,8 @@ def witnessed_by(witness: Witness) -> Iterator[None]:
     try:
         yield
     finally:
-        _witnesses.remove(witness)
+        # By identity: what compares equal may be another one.
+        _witnesses[:] = [one for one in _witnesses if one is not witness]
 
 
 class RecorderSwitch:

@@ -4,6 +4,7 @@ Rule: importing this package needs nothing beyond the standard library, so that 
 is missing. Everything that needs click, rich or msgspec is imported by ``main``.
 """
 
+import os
 import sys
 from importlib.util import find_spec
 
@@ -31,9 +32,13 @@ def main() -> None:
     try:
         command_line.main(prog_name="context-cache")
     except OSError as error:
-        # Files that a command reads are its own business, so what is left is the place that the result goes to.
-        print(f"context-cache: the output could not be written: {error.strerror or error}; write it somewhere else",
-              file=sys.stderr)  # fmt: skip
+        # What has a name is a file that a command reads or writes; what has none is where the result goes.
+        reason = error.strerror or str(error)
+        if error.filename is None:
+            words = f"the output could not be written: {reason}; write it somewhere else"
+        else:
+            words = f"{os.fsdecode(error.filename)}: {reason}; name a file that can be used"
+        print(f"context-cache: {words}", file=sys.stderr)
         # What is still buffered would fail again when the interpreter flushes it, and with a traceback.
         sys.stdout = None
         sys.exit(2)

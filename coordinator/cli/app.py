@@ -27,7 +27,10 @@ class Unusable(click.ClickException):
     exit_code = 2
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"context-cache: {self.message}", file=file or sys.stderr)
+        from context_cache.coordinator.traces.describe import printable
+
+        # A message may quote a file, and a file may come from anywhere.
+        click.echo(f"context-cache: {printable(self.message)}", file=file or sys.stderr)
 
 
 class DoesNotHold(Unusable):
@@ -165,6 +168,7 @@ def run(
       context-cache run trace.jsonl --flavour hybrid --verify --limit 300
     """
     from context_cache.backends import BackendUnavailable, DeviceError
+    from context_cache.coordinator.cli.arguments import check_output
     from context_cache.coordinator.cli.flavours import FlavourError, check_options
     from context_cache.coordinator.cli.progress import LateProgress
     from context_cache.coordinator.cli.report import print_report
@@ -176,6 +180,8 @@ def run(
 
     if redact and trace is None:
         raise Unusable("--redact says what a trace leaves out, and there is none; add --trace FILE")
+    if trace is not None:
+        check_output(trace, "--trace", [] if workload is None else [workload], trace=True)
     try:
         kind, batch, slots = check_options(
             flavour, max_batch=max_batch, pages=pages, snapshot_slots=snapshot_slots
@@ -197,7 +203,7 @@ def run(
         try:
             recorder = TraceRecorder(trace, redact=redact, seed=seed)
         except OSError as error:
-            raise Unusable(f"--trace {trace}: cannot be written ({error.strerror}); name another file") from None
+            raise Unusable(f"{trace} cannot be written ({error.strerror}); choose another place with --trace") from None
     try:
         with ExitStack() as ends, LateProgress("requests", len(requests.requests)) as progress:
             if recorder is not None:

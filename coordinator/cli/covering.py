@@ -9,6 +9,8 @@ from pathlib import Path
 import click
 
 from context_cache.coordinator.cli.app import DoesNotHold, Unusable
+from context_cache.coordinator.cli.arguments import FiniteRange, check_inputs, check_output
+from context_cache.coordinator.cli.output import CannotWrite, write_file
 from context_cache.coordinator.testing.coverage import FORMAT, Coverage, CoverageError, needs
 from context_cache.coordinator.traces.reader import TraceError, TraceReader
 
@@ -20,27 +22,26 @@ _HEAD_BYTES = 4096
 @click.command("coverage")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(dir_okay=False))
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="OUT", help="Write the sum, to be drawn.")
-@click.option("--fail-under", type=click.FloatRange(0, 100), metavar="PERCENT", help="Exit 1 below this.")
+@click.option("--fail-under", type=FiniteRange(0, 100), metavar="PERCENT", help="Exit 1 below this.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")  # fmt: skip
 def coverage_command(files: tuple[str, ...], output: str | None, fail_under: float | None, as_json: bool) -> None:
     """Add up which rows, guard outcomes and failure paths were taken, and list what never was.
 
-    FILE is a recorded trace, or what pytest --lifecycle-coverage=FILE wrote. An event that was offered and not taken
-    is in no trace, so traces alone leave some guards open.
+    FILE is a recorded trace, or what pytest --lifecycle-coverage-file=FILE wrote. An event that was offered and not
+    taken is in no trace, so traces alone leave some guards open.
 
     \b
     Examples:
       context-cache coverage t.jsonl
-      pytest --lifecycle-coverage=coverage.json && context-cache coverage coverage.json t.jsonl
+      pytest --lifecycle-coverage-file=coverage.json && context-cache coverage coverage.json t.jsonl
     """
+    if output is not None:
+        check_output(output, "--output", files, direct=True)
     total = Coverage()
     for name in files:
         total.merge(coverage_of(name))
     if output is not None:
-        try:
-            Path(output).write_text(total.to_json() + "\n", encoding="utf-8")
-        except OSError as error:
-            raise Unusable(f"--output {output}: cannot be written ({error.strerror}); name another file") from None
+        _write(Path(output), total.to_json() + "\n")
     missing, wanted, percent = total.missing(), len(needs()), total.percent()
     if as_json:
         click.echo(json.dumps({
@@ -56,8 +57,22 @@ def coverage_command(files: tuple[str, ...], output: str | None, fail_under: flo
         raise DoesNotHold(f"{percent:.1f} % of the lifecycles were taken, less than --fail-under {fail_under:g}")
 
 
+def _write(out: Path, text: str) -> None:
+    """Whole or not at all; a pipe or a device is written as it is."""
+    try:
+        if out.exists() and not out.is_file():
+            out.write_text(text, encoding="utf-8")
+        else:
+            write_file(out, text.encode(), "--output")
+    except CannotWrite as error:
+        raise Unusable(str(error)) from None
+    except OSError as error:
+        raise Unusable(f"{out} cannot be written ({error.strerror}); choose another place with --output") from None
+
+
 def coverage_of(name: str) -> Coverage:
     """What a trace or a coverage file has seen. Raises Unusable."""
+    check_inputs(name, advice="name a trace or a coverage file")
     try:
         with open(name, "rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -67,7 +82,7 @@ def coverage_of(name: str) -> Coverage:
     except (CoverageError, TraceError) as error:
         raise Unusable(f"{name}: {error}") from None
     except UnicodeDecodeError:
-        raise Unusable(f"{name}: it is no UTF-8 text; write it with: pytest --lifecycle-coverage=FILE") from None
+        raise Unusable(f"{name}: it is no UTF-8 text; write it with: pytest --lifecycle-coverage-file=FILE") from None
     except OSError as error:
         raise Unusable(f"{os.fspath(name)}: {error.strerror}; name a trace or a coverage file") from None
 

@@ -48,6 +48,7 @@ def _diff(old: str, new: str | None, output: str | None, engine: str | None, as_
       context-cache diff old/request.json diagrams/rendered/request.json
     """
     from context_cache.coordinator.cli.app import Unusable
+    from context_cache.coordinator.cli.arguments import check_inputs, check_output
     from context_cache.coordinator.cli.output import CannotWrite, write_file
     from context_cache.coordinator.cli.revisions import SideError, read_side
     from context_cache.diagrams.change_pages import changes_dot, changes_text
@@ -57,6 +58,10 @@ def _diff(old: str, new: str | None, output: str | None, engine: str | None, as_
     format = Path(output).suffix.removeprefix(".") if output is not None else ""
     if output is not None and format not in _SUFFIXES:
         raise Unusable(f"-o {output}: the format is the suffix of the name; choose one of .{', .'.join(_SUFFIXES)}")
+    files = [name for name in (old, new) if name is not None and name.endswith(".json")]
+    check_inputs(*files, advice="name two tables or two revisions")
+    if output is not None:
+        check_output(output, "-o", files, makes_folders=True)
     try:
         sides = read_side(old), read_side(new)
         changes = _compare(*sides)

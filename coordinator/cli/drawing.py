@@ -47,7 +47,7 @@ def draw_command() -> click.Command:
 @click.option("--request", metavar="ID", help="With --trace: only this request, with the numbers of its steps.")
 @click.option("--step", type=click.IntRange(1), metavar="N", help="With --trace: only the steps up to this one.")
 @click.option("--coverage", metavar="FILE", type=click.Path(dir_okay=False),
-              help="Paint what was never taken red: a trace, or what pytest --lifecycle-coverage=FILE wrote.")
+              help="Paint what was never taken red: a trace, or what pytest --lifecycle-coverage-file=FILE wrote.")
 @click.option("--engine", type=click.Choice(ENGINES),
               help="What lays pictures out: graphviz-pure, which comes with the extra draw, or the system's dot.  "
               "[default: pure where it is installed]")
@@ -86,6 +86,7 @@ def _draw(
       context-cache draw --check
     """
     from context_cache.coordinator.cli.app import DoesNotHold, Unusable
+    from context_cache.coordinator.cli.arguments import check_inputs, check_output
     from context_cache.coordinator.cli.output import CannotWrite
     from context_cache.coordinator.cli.output_set import write_files
     from context_cache.coordinator.cli.progress import LateProgress
@@ -93,7 +94,7 @@ def _draw(
     from context_cache.diagrams.pictures import PictureError, picture
 
     if check:
-        if machines or formats or html or around or highlight or trace or coverage or engine:
+        if machines or formats or html or around or highlight or trace or request or step or coverage or engine:
             raise Unusable("--check looks at all committed pictures; leave MACHINE and all options but -o away")
         folder = _committed_folder(output)
         stale, elsewhere = _stale(folder)
@@ -111,6 +112,9 @@ def _draw(
     if html is not None:
         if output or formats or around or highlight or request or step or coverage:
             raise Unusable("--html writes one page; leave all options but --trace, --engine and --json away")
+        if trace is not None:
+            check_inputs(trace, option="--trace", advice="name another file")
+        check_output(html, "--html", [] if trace is None else [trace], makes_folders=True)
         _write_html(html, machines, trace, engine)
         click.echo(json.dumps({"written": [html]}) if as_json else html)
         return
@@ -139,6 +143,8 @@ def _draw(
         click.echo(made[0][1], nl=False)
         return
     paths = [Path(output or ".") / file for file, _ in made]
+    for path in paths:
+        check_output(str(path), "-o", [name for name in (trace, coverage) if name is not None], makes_folders=True)
     try:
         write_files(dict(zip(paths, (content for _, content in made), strict=True)))
     except CannotWrite as error:
@@ -260,6 +266,7 @@ def _file(name: str, format: str, around: str | None, highlight: str | None) -> 
 def _overlays(trace: str | None, request: str | None, step: int | None, coverage: str | None) -> dict[str, Overlay]:
     """What is laid over each machine's picture. Raises Unusable."""
     from context_cache.coordinator.cli.app import Unusable
+    from context_cache.coordinator.cli.arguments import check_inputs
 
     if trace is None and (request is not None or step is not None):
         raise Unusable("--request and --step choose from a trace; add --trace FILE")
@@ -267,6 +274,8 @@ def _overlays(trace: str | None, request: str | None, step: int | None, coverage
         raise Unusable("--trace and --coverage both colour the rows; draw one after the other")
     if trace is None and coverage is None:
         return {}
+    if trace is not None:
+        check_inputs(trace, option="--trace")
     from context_cache.coordinator.cli.overlaying import coverage_overlays, trace_overlays
 
     return coverage_overlays(coverage) if coverage is not None else trace_overlays(trace or "", request, step)
@@ -294,4 +303,5 @@ def _overlay(found: Overlay | None, highlight: str | None) -> Overlay:
     overlay = Overlay() if found is None else found
     if highlight is None:
         return overlay
-    return evolve(overlay, states={**overlay.states, highlight: Mark(colour="#7ee787", last=True)})
+    mark = evolve(overlay.states.get(highlight, Mark()), colour="#7ee787", last=True)
+    return evolve(overlay, states={**overlay.states, highlight: mark})

@@ -18,12 +18,16 @@ def write_file(path: Path, content: bytes, option: str = "-o") -> None:
 
     option: with which another place can be chosen.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    if path.exists() and not path.is_file():
+        raise CannotWrite(f"{path} is no regular file, which is not replaced; choose another place with {option}")
+    # What a link names is replaced, not the link.
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
             beside.write_bytes(content)
-            beside.replace(path)
+            beside.replace(target)
         finally:
             # Only there if the rename did not happen.
             with suppress(OSError):

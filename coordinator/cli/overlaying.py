@@ -11,6 +11,7 @@ from attrs import define, evolve, field
 
 from context_cache.coordinator.cli.app import Unusable
 from context_cache.coordinator.cli.covering import coverage_of
+from context_cache.coordinator.traces.header import changed_machines
 from context_cache.coordinator.traces.reader import TraceError, TraceReader
 from context_cache.coordinator.traces.recorder import timings_of
 from context_cache.coordinator.traces.timings import median_durations
@@ -55,18 +56,21 @@ class _Seen:
     order: dict[int, list[int]] = field(factory=dict)
     failures: Counter[tuple[int, str]] = field(factory=Counter)
     refused: Counter[str] = field(factory=Counter)
+    visited: set[str] = field(factory=set)
     last: StepRecord | None = None
 
     def add(self, number: int, step: StepRecord) -> None:
-        """Take one step."""
+        """Take one step. One that failed took another way than its row, and is counted there."""
         self.last = step
         if step.row < 0:
             self.refused[step.source] += 1
             return
-        self.rows[step.row] += 1
-        self.order.setdefault(step.row, []).append(number)
+        self.visited |= {step.source, step.target}
         if step.outcome in _CAUSES:
             self.failures[step.row, _CAUSES[step.outcome]] += 1
+            return
+        self.rows[step.row] += 1
+        self.order.setdefault(step.row, []).append(number)
 
 
 def trace_overlays(path: str, request: str | None, until: int | None) -> dict[str, Overlay]:
@@ -76,7 +80,7 @@ def trace_overlays(path: str, request: str | None, until: int | None) -> dict[st
     Raises Unusable.
     """
     try:
-        seen, steps, requests = _read(path, request, until)
+        seen, steps, requests, changed = _read(path, request, until)
         durations = median_durations(path) if os.path.exists(timings_of(path)) else {}
     except TraceError as error:
         raise Unusable(f"--trace {path}: {error}") from None
@@ -89,6 +93,10 @@ def trace_overlays(path: str, request: str | None, until: int | None) -> dict[st
         raise Unusable(f"--step {until}: the trace has {steps} steps; choose one from 1 to {steps}")
     parts = [f"trace {os.path.basename(path)}", request or "", "" if until is None else f"up to step {until}"]
     title = ", ".join(part for part in parts if part)
+    if durations:
+        title += "; times are medians of the whole trace"
+    if changed:
+        title += f"; recorded with another table of {', '.join(changed)}, whose rows may mean others here"
     return {
         name: _overlay(seen[name], {row: took for (machine, row), took in durations.items() if machine == name}, title,
                        numbered=request is not None)
@@ -96,7 +104,9 @@ def trace_overlays(path: str, request: str | None, until: int | None) -> dict[st
     }  # fmt: skip
 
 
-def _read(path: str, request: str | None, until: int | None) -> tuple[dict[str, _Seen], int, set[str]]:
+def _read(
+    path: str, request: str | None, until: int | None
+) -> tuple[dict[str, _Seen], int, set[str], tuple[str, ...]]:
     seen = {name: _Seen() for name in FIRING}
     requests: set[str] = set()
     steps = 0
@@ -106,10 +116,15 @@ def _read(path: str, request: str | None, until: int | None) -> tuple[dict[str, 
                 steps, step = found.number, found.step
                 if step.machine == "request":
                     requests.add(step.subject)
+                if step.machine not in seen:
+                    raise TraceError(
+                        f"line {found.line}: a step of {step.machine}, which fires no events; the line was edited"
+                    )
                 wanted = request is None or step.subject == request
                 if wanted and (until is None or found.number <= until):
                     seen[step.machine].add(found.number, step)
-    return seen, steps, requests
+        changed = changed_machines(reader.header)
+    return seen, steps, requests, changed
 
 
 def _overlay(seen: _Seen, durations: Mapping[int, int], title: str, *, numbered: bool) -> Overlay:
@@ -117,15 +132,19 @@ def _overlay(seen: _Seen, durations: Mapping[int, int], title: str, *, numbered:
         row: Mark(count=count, text=_row_text(seen.order[row] if numbered else [], durations.get(row)))
         for row, count in seen.rows.items()
     }
-    states = {state: Mark(text=f"refused x{count}") for state, count in seen.refused.items()}
+    failures = {place: Mark(count=count) for place, count in seen.failures.items()}
+    states = {state: Mark() for state in seen.visited}
+    states |= {state: Mark(text=f"refused x{count}") for state, count in seen.refused.items()}
     if seen.last is not None:
         last = seen.last
-        if last.row in rows:
+        place = (last.row, _CAUSES.get(last.outcome, ""))
+        if place in failures:
+            failures[place] = evolve(failures[place], colour=_LAST, last=True)
+        elif last.row in rows:
             rows[last.row] = evolve(rows[last.row], colour=_LAST, last=True)
         states[last.target] = evolve(states.get(last.target, Mark()), colour=_LAST, last=True)
         if last.outcome != DONE:
             title += f"; the last step was {last.outcome.replace('_', ' ')}"
-    failures = {place: Mark(count=count) for place, count in seen.failures.items()}
     return Overlay(rows=rows, states=states, failures=failures, title=title, fade=True)
 
 
@@ -135,5 +154,5 @@ def _row_text(order: list[int], nanoseconds: int | None) -> str:
         shown = " ".join(f"#{number}" for number in order[:_LISTED_MAX])
         parts.append(shown if len(order) <= _LISTED_MAX else f"{shown} ... #{order[-1]}")
     if nanoseconds is not None:
-        parts.append(f"{nanoseconds / 1000:.3g} us")
+        parts.append(f"med {nanoseconds / 1000:.3g} us")
     return " ".join(parts)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from context_cache.backends import BackendUnavailable
 from context_cache.coordinator.cli.app import DoesNotHold, Unusable
+from context_cache.coordinator.cli.arguments import FiniteRange, check_inputs, check_output
 from context_cache.coordinator.cli.progress import LateProgress
 from context_cache.coordinator.cli.sides import print_call, print_difference
 from context_cache.coordinator.traces.perfetto import write_perfetto
@@ -35,11 +36,11 @@ _MIB = 2**20
 @click.option("--until", type=click.IntRange(0), metavar="N", help="Only the first N calls.")
 @click.option("--step", "by_step", is_flag=True,
               help="Show each call and its transitions; on a terminal, wait for Enter after each.")
-@click.option("--memory", type=click.FloatRange(min=0, min_open=True), default=8.0, show_default=True, metavar="GIB",
+@click.option("--memory", type=FiniteRange(min=0, min_open=True), default=8.0, show_default=True, metavar="GIB",
               help="Most host memory that the trace may ask for.")
 @click.option("--shrink", "shrinking", is_flag=True,
               help="Leave out requests, calls and tokens as long as it fails in the same way, and write what is left.")
-@click.option("--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True, metavar="S",
+@click.option("--seconds", type=FiniteRange(min=0), default=60.0, show_default=True, metavar="S",
               help="With --shrink: take the smallest trace found after this long.")
 @click.option("--perfetto", type=click.Path(dir_okay=False), metavar="OUT",
               help="Instead of replaying: write the trace with its times as a picture for ui.perfetto.dev.")
@@ -80,6 +81,7 @@ def replay_command(
         raise Unusable("--perfetto draws the trace as it was recorded; leave --shrink, --until and --step out")
     if by_step and as_json:
         raise Unusable("--step shows every call and --json prints one object; choose one of them")
+    check_inputs(trace)
     # What is replayed may fail on purpose a thousand times; the comparison says all there is to say.
     logging.getLogger("context_cache").setLevel(logging.CRITICAL)
     try:
@@ -93,8 +95,11 @@ def replay_command(
         raise Unusable(f"{trace}: {error}") from None
     except BackendUnavailable as error:
         raise Unusable(f"--backend {backend}: {error}") from None
-    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-        raise Unusable(f"{error.filename or trace}: {error.strerror}; name a trace that can be read") from None
+    except OSError as error:
+        # What has no name of a file is the output, which is not ours.
+        if error.filename is None:
+            raise
+        raise Unusable(f"{error.filename}: {error.strerror or error}; name a trace that can be read") from None
 
 
 def _replay(trace: str, backend: str, until: int | None, by_step: bool, memory: float, as_json: bool) -> None:
@@ -174,12 +179,13 @@ def _wait() -> None:
 
 
 def _draw(trace: str, out: str, as_json: bool) -> None:
+    check_output(out, "--perfetto", [trace], direct=True)
     try:
         drawn = write_perfetto(trace, out)
     except OSError as error:
-        if not os.path.isfile(trace):
+        if _is_of(trace, error):
             raise
-        raise Unusable(f"--perfetto {out}: cannot be written ({error.strerror}); name another file") from None
+        raise Unusable(f"{out} cannot be written ({error.strerror}); choose another place with --perfetto") from None
     if as_json:
         click.echo(json.dumps({"output": out, **asdict(drawn)}))
         return
@@ -193,12 +199,17 @@ def _shrink(
 ) -> None:
     path = Path(trace)
     out = Path(output) if output is not None else path.with_name(f"{path.stem}.min{path.suffix}")
-    if out.exists() and out.samefile(path):
-        raise Unusable(f"--output {out} is the trace itself; write the shrunk one somewhere else")
-    with LateProgress("seconds", max(1, int(seconds))) as progress:
-        shrunk = shrink(
-            path, out, backend=backend, bytes_max=int(memory * 2**30), seconds=seconds, progress=progress
-        )
+    check_output(str(out), "--output", [trace], trace=True)
+    try:
+        with LateProgress("seconds", max(1, int(seconds))) as progress:
+            shrunk = shrink(
+                path, out, backend=backend, bytes_max=int(memory * 2**30), seconds=seconds, progress=progress
+            )
+    except OSError as error:
+        if _is_of(trace, error):
+            raise
+        reason = error.strerror or error
+        raise Unusable(f"{out} cannot be written ({reason}); choose another place with --output") from None
     if as_json:
         click.echo(json.dumps(_shrunk_json(shrunk, out)))
         return
@@ -209,6 +220,11 @@ def _shrink(
         ("calls", shrunk.calls), ("requests", shrunk.requests), ("tokens", shrunk.tokens),
     ):  # fmt: skip
         console.print(f"  {what:10} {before:>12,} -> {after:,}")
+
+
+def _is_of(trace: str, error: OSError) -> bool:
+    """Whether it was the trace that could not be read."""
+    return isinstance(error.filename, str | os.PathLike) and os.fspath(error.filename) == trace
 
 
 def _shrunk_json(shrunk: Shrunk, out: Path) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from context_cache.coordinator.traces.describe import LISTED_MAX, call_text, field_texts, short, step_text
+from context_cache.coordinator.traces.describe import Pages, call_text, sides_of, step_text
 from context_cache.coordinator.traces.reader import Group
 from context_cache.coordinator.traces.replay import Difference
-from context_cache.coordinator.types import RequestView
 
 __all__ = ["print_call", "print_difference"]
+
 
 def print_call(console: Console, group: Group) -> None:
     """A call with its steps."""
@@ -23,35 +23,32 @@ def print_call(console: Console, group: Group) -> None:
 
 def print_difference(console: Console, difference: Difference) -> None:
     """The two sides next to each other, and the request as it was before the call."""
-    console.print(Text(f"call {difference.call}: {call_text(difference.record)}", style="bold"), soft_wrap=True)
-    what = "the call" if difference.step is None else f"step {difference.step}"
-    console.print(f"{what} (line {difference.line}) is not as recorded:")
+    sides = sides_of(difference)
+    console.print(Text(sides.call, style="bold"), soft_wrap=True)
+    console.print(sides.what)
     table = Table(box=None, pad_edge=False)
     for column in ("", "", "recorded", "now"):
         table.add_column(column, overflow="fold", style="dim" if not column else None)
-    one, other = field_texts(difference.expected), field_texts(difference.actual)
-    if difference.expected is None:
+    if sides.only == "now":
         table.add_row("*", "", "no further step", "")
-    if difference.actual is None:
+    if sides.only == "recorded":
         table.add_row("*", "", "", "no further step")
-    for name in dict.fromkeys((*one, *other)):
-        left, right = one.get(name, "-"), other.get(name, "-")
+    for name, left, right in sides.rows:
         differs = left != right
         style = "bold red" if differs else ""
         table.add_row("*" if differs else "", name, Text(left, style=style), Text(right, style=style))
     console.print(table)
-    if difference.before is not None:
-        _print_request(console, difference.before)
+    if sides.before is not None:
+        _print_request(console, sides.before)
 
 
-def _print_request(console: Console, view: RequestView) -> None:
-    console.print(Text(f"before the call: request {view.id} was {view.state} ({view.phase})", style="bold"))
+def _print_request(console: Console, before: Pages) -> None:
+    console.print(Text(before.words, style="bold"))
     table = Table(box=None, pad_edge=False)
     for column in ("slot", "row", "epoch", "pages"):
         table.add_column(column, justify="right" if column != "pages" else "left", overflow="fold")
-    shown = list(zip(view.residents, view.base_pages, strict=True))
-    for slot, (resident, pages) in enumerate(shown[:LISTED_MAX]):
-        table.add_row(str(slot), str(resident.slot), str(resident.epoch), short(list(pages)))
+    for row in before.rows:
+        table.add_row(*row)
     console.print(table)
-    if len(shown) > LISTED_MAX:
-        console.print(f"and {len(shown) - LISTED_MAX} more sequences")
+    if before.more:
+        console.print(f"and {before.more} more sequences")

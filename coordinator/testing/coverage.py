@@ -13,11 +13,13 @@ from typing import Any, Final, TypeAlias
 
 from attrs import define, field, frozen
 
-from context_cache.machines import ALL_MACHINES, MachineSpec, RecorderSwitch, Step, Transition
+from context_cache.machines import ALL_MACHINES, Firing, MachineSpec, RecorderSwitch, Step, Transition
+from context_cache.machines.step import DONE
 
 __all__ = ["COUNTED", "FORMAT", "Coverage", "CoverageError", "Need", "needs"]
 
 FORMAT: Final = "context-cache-coverage"
+_WRITE_ONE: Final = "write one with: pytest --lifecycle-coverage-file=FILE"
 COUNTED: Final = tuple(spec for spec in ALL_MACHINES if spec.follows is None)
 
 _BY_DRAIN: Final = {
@@ -80,21 +82,26 @@ def _guard_needs(spec: MachineSpec) -> list[Need]:
     ]
 
 
-@define
+@define(eq=False)
 class Coverage:
-    """What was seen so far. A ``machines.Witness``."""
+    """What was seen so far. A ``machines.Witness``; equal to itself alone, as witnesses are."""
 
     seen: set[Fact] = field(factory=set)
-    # Most steps were seen before; one look-up is enough for them.
-    _known: set[tuple[int, str | None]] = field(factory=set, repr=False)
-    _kept: list[object] = field(factory=list, repr=False)
+    # Most steps were seen before; one look-up is enough for them. Those of rows that went well share few firings, which
+    # are kept so that no other one has their id. An event that was refused has a new one each time.
+    _known: dict[int, Firing] = field(factory=dict, repr=False)
+    _unusual: set[Firing] = field(factory=set, repr=False)
 
     def saw(self, switch: RecorderSwitch, step: Step) -> None:
-        key = (id(step.firing), step.failed)
-        if key in self._known:
+        firing = step.firing
+        if firing.outcome == DONE:
+            if id(firing) in self._known:
+                return
+            self._known[id(firing)] = firing
+        elif firing in self._unusual:
             return
-        self._known.add(key)
-        self._kept.append(step.firing)
+        else:
+            self._unusual.add(firing)
         self.add(step.machine, step.row, step.event, (step.source, step.target), step.guards, step.outcome)
 
     def add(
@@ -131,10 +138,6 @@ class Coverage:
         wanted = needs()
         return 100 * (len(wanted) - len(self.missing())) / len(wanted)
 
-    def rows_missing(self, machine: str) -> tuple[int, ...]:
-        """Numbers of the rows of a machine that never fired; for a drawing."""
-        return tuple(int(need.fact[2]) for need in self.missing() if need.fact[:2] == (machine, "row"))
-
     def to_json(self) -> str:
         """One line, the same for the same facts."""
         return json.dumps({"format": FORMAT, "version": 1, "seen": sorted(self.seen)})
@@ -145,12 +148,10 @@ class Coverage:
         try:
             data: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise CoverageError(f"it is no JSON ({error}); write one with: pytest --lifecycle-coverage=FILE") from None
+            raise CoverageError(f"it is no JSON ({error}); {_WRITE_ONE}") from None
         facts = data.get("seen") if isinstance(data, dict) and data.get("format") == FORMAT else None
         if not isinstance(facts, list) or data.get("version") != 1:
-            raise CoverageError(
-                f'it is no {FORMAT} of version 1; write one with: pytest --lifecycle-coverage=FILE'
-            )
+            raise CoverageError(f"it is no {FORMAT} of version 1; {_WRITE_ONE}")
         for fact in facts:
             if not isinstance(fact, list) or not all(isinstance(part, str) for part in fact):
                 raise CoverageError("it holds something that is no fact; write it again")

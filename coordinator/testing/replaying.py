@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from context_cache.coordinator.traces.describe import difference_text
@@ -29,11 +32,27 @@ def assert_replays(path: str | os.PathLike[str], *, backend: str = "host") -> No
 
 
 def update_trace(path: str | os.PathLike[str]) -> bool:
-    """Write a trace anew from its own calls if it does not replay; whether that was needed.
+    """Write a trace anew from its own calls if it does not replay or is torn; whether that was needed.
 
-    Raises TraceError, OSError.
+    Several tests may name one trace, and run in several processes: the first one writes it, the others wait and find it
+    written. Raises TraceError, OSError.
     """
-    if replay(path).equal:
-        return False
-    rerecord(Path(path), Path(path))
-    return True
+    with _alone_in(Path(path).parent):
+        result = replay(path)
+        if result.equal and not result.torn:
+            return False
+        rerecord(Path(path), Path(path))
+        return True
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Nobody else who asks for the same folder goes on meanwhile. Nothing is left behind."""
+    held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Some network file systems lock no folders; there one process at a time has to do.
+        with suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)

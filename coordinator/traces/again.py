@@ -72,17 +72,17 @@ def _prepared(record: lines.CallRecord, stage: Stage, tokens: TokenSource, line:
             headroom = DecodingKvHeadroom(*record.headroom)
             return lambda: coordinator.admit_sequence(handle, sequence, headroom)
         case lines.FinalizeSequence():
-            advance = _advance(record, tokens, line, None)
+            advance = _advance(record, tokens, line, stage)
             size = advance.committed.size
             single = ContextCacheSequenceAdvance(
                 tuple(advance.token_ids.tolist()), int(advance.committed[0]) if size else -1
             )
             return lambda: coordinator.finalize_sequence_admission(handle, record.slot, single)
         case lines.FinalizePrefill():
-            batch = _advance(record, tokens, line, None)
+            batch = _advance(record, tokens, line, stage)
             return lambda: coordinator.finalize_prefill_publication(handle, batch, record.common)
         case lines.CompleteDecodeStep():
-            step = _advance(record, tokens, line, stage)
+            step = _advance(record, tokens, line, stage, steps=True)
             return lambda: coordinator.complete_decode_step(handle, step, tuple(record.completed), record.common)
         case lines.PrepareDecodeStep():
             wanted = DecodingKvHeadroom(*record.headroom)
@@ -239,20 +239,28 @@ def _advance(
     record: lines.FinalizePrefill | lines.FinalizeSequence | lines.CompleteDecodeStep,
     tokens: TokenSource,
     line: int,
-    stage: Stage | None,
+    stage: Stage,
+    *,
+    steps: bool = False,
 ) -> BatchAdvance:
+    """steps: what is not said follows from the state of the request, as after a decode step."""
     at, count = record.tokens
+    most = stage.tokens_max
+    if at < 0 and count > most:
+        raise TraceError(
+            f"line {line}: a completion with {count} tokens, more than the {most} that all rows together have; the "
+            "line was edited"
+        )
     ids = tokens(at, count, line)
     if record.counts is None or record.committed is None:
-        return BatchAdvance.one_token_each(ids, _one_more(record.request, stage, count))
+        return BatchAdvance.one_token_each(ids, _one_more(record.request, stage, count, steps=steps))
     return BatchAdvance(ids, np.array(record.counts, np.int32), np.array(record.committed, np.int32))
 
 
-def _one_more(request: str | None, stage: Stage | None, count: int) -> Int32Array:
+def _one_more(request: str | None, stage: Stage, count: int, *, steps: bool) -> Int32Array:
     """The committed lengths after a step in which every sequence brought one token."""
-    handle = None if stage is None else stage.handle(request)
-    found = getattr(handle, "_request", None)
-    if stage is None or found is None or found.order.size != count:
+    found = getattr(stage.handle(request), "_request", None) if steps else None
+    if found is None or found.order.size != count:
         return np.zeros(count, np.int32)
     following: Int32Array = stage.coordinator._core.lengths_of(found) + np.int32(1)
     return following

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from attrs import frozen
 
 from context_cache.coordinator.traces.format import Act, CallRecord, StepRecord
 
@@ -12,7 +13,18 @@ if TYPE_CHECKING:
     from context_cache.coordinator.traces.replay import Difference
     from context_cache.coordinator.types import RequestView
 
-__all__ = ["LISTED_MAX", "call_text", "difference_text", "field_texts", "short", "step_text"]
+__all__ = [
+    "LISTED_MAX",
+    "Pages",
+    "Sides",
+    "call_text",
+    "difference_text",
+    "field_texts",
+    "printable",
+    "short",
+    "sides_of",
+    "step_text",
+]
 
 LISTED_MAX = 8
 """Longer lists of numbers are shown by their ends."""
@@ -26,7 +38,7 @@ def call_text(record: CallRecord) -> str:
     fields.pop("identity", None)
     shown = ", ".join(f"{key}={short(value)}" for key, value in fields.items() if value not in (None, [], False))
     ended = f" raised {raised}" if raised else f" -> {status}" if status else ""
-    return f"{name}{f' of {request}' if request else ''}{f' ({shown})' if shown else ''}{ended}"
+    return printable(f"{name}{f' of {request}' if request else ''}{f' ({shown})' if shown else ''}{ended}")
 
 
 def step_text(step: StepRecord) -> str:
@@ -34,7 +46,7 @@ def step_text(step: StepRecord) -> str:
     guards = ", ".join(name if held else f"not {name}" for name, held in step.guards.items())
     did = " / ".join(step.ran)
     bad = "" if step.outcome == "done" else f"  {step.outcome}{f' at {step.failed}' if step.failed else ''}"
-    return (
+    return printable(
         f"{step.machine} {step.subject}: {step.source} --{step.event}{f' [{guards}]' if guards else ''}--> "
         f"{step.target}{f' / {did}' if did else ''}{bad}"
     )
@@ -48,37 +60,82 @@ def field_texts(record: StepRecord | CallRecord | None) -> dict[str, str]:
     return {name: short(value) for name, value in values.items() if value not in (None, [], {}, "")}
 
 
-def difference_text(difference: Difference) -> str:
-    """The call, the two sides, and the request before the call."""
+@frozen
+class Pages:
+    """A request as it was: what it was, a row of words (slot, row, epoch, pages) for each sequence, and how many more
+    sequences it had."""
+
+    words: str
+    rows: tuple[tuple[str, str, str, str], ...]
+    more: int
+
+
+@frozen
+class Sides:
+    """A difference in words.
+
+    call: the call. what: which record of it is not as recorded. rows: (field, recorded, now), ``-`` where a side does
+    not have it. only: the side that has the record at all, ``recorded`` or ``now``; None: both. before: the request
+    before the call.
+    """
+
+    call: str
+    what: str
+    rows: tuple[tuple[str, str, str], ...]
+    only: str | None
+    before: Pages | None
+
+
+def sides_of(difference: Difference) -> Sides:
+    """What is to be said of a difference, however it is laid out."""
     what = "the call" if difference.step is None else f"step {difference.step}"
-    lines = [
+    one, other = field_texts(difference.expected), field_texts(difference.actual)
+    return Sides(
         f"call {difference.call}: {call_text(difference.record)}",
         f"{what} (line {difference.line}) is not as recorded:",
-    ]
-    one, other = field_texts(difference.expected), field_texts(difference.actual)
-    if difference.expected is None or difference.actual is None:
-        there = "recorded" if difference.actual is None else "made now"
-        lines.append(f"  only {there}:")
-    for name in dict.fromkeys((*one, *other)):
-        left, right = one.get(name, "-"), other.get(name, "-")
+        tuple((name, one.get(name, "-"), other.get(name, "-")) for name in dict.fromkeys((*one, *other))),
+        "now" if difference.expected is None else "recorded" if difference.actual is None else None,
+        None if difference.before is None else _pages_of(difference.before),
+    )
+
+
+def _pages_of(view: RequestView) -> Pages:
+    shown = list(zip(view.residents, view.base_pages, strict=True))
+    return Pages(
+        f"before the call: request {view.id} was {view.state} ({view.phase})",
+        tuple(
+            (str(slot), str(resident.slot), str(resident.epoch), short(list(pages)))
+            for slot, (resident, pages) in enumerate(shown[:LISTED_MAX])
+        ),
+        max(0, len(shown) - LISTED_MAX),
+    )
+
+
+def difference_text(difference: Difference) -> str:
+    """The call, the two sides, and the request before the call."""
+    sides = sides_of(difference)
+    lines = [sides.call, sides.what]
+    if sides.only is not None:
+        lines.append(f"  only {'recorded' if sides.only == 'recorded' else 'made now'}:")
+    for name, left, right in sides.rows:
         if left == right:
             lines.append(f"    {name:8} {left}")
         else:
             lines += [f"  * {name:8} recorded {left}", f"    {'':8} now      {right}"]
-    if difference.before is not None:
-        lines += request_lines(difference.before)
+    before = sides.before
+    if before is not None:
+        lines.append(before.words)
+        lines += [f"  slot {slot}: row {row}, epoch {epoch}, pages {pages}" for slot, row, epoch, pages in before.rows]
+        if before.more:
+            lines.append(f"  and {before.more} more sequences")
     return "\n".join(lines)
 
 
-def request_lines(view: RequestView) -> list[str]:
-    """A request, its rows and pages."""
-    lines = [f"before the call: request {view.id} was {view.state} ({view.phase})"]
-    for slot, (resident, pages) in enumerate(zip(view.residents, view.base_pages, strict=True)):
-        if slot == LISTED_MAX:
-            lines.append(f"  and {len(view.residents) - slot} more sequences")
-            break
-        lines.append(f"  slot {slot}: row {resident.slot}, epoch {resident.epoch}, pages {short(list(pages))}")
-    return lines
+def printable(text: str) -> str:
+    """The text with everything escaped that a terminal would obey instead of show. A trace may come from anywhere."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def short(value: Any) -> str:
@@ -89,11 +146,11 @@ def short(value: Any) -> str:
         return ", ".join(f"({short(item)})" if isinstance(item, dict) else short(item) for item in value) or "-"
     if isinstance(value, Act):
         failed = f" failed: {value.failed}" if value.failed else ""
-        return f"{value.verb}{f' {value.digest}' if value.digest else ''}{failed}"
+        return printable(f"{value.verb}{f' {value.digest}' if value.digest else ''}{failed}")
     if isinstance(value, dict):
-        return ", ".join(f"{key}={short(item)}" for key, item in value.items())
+        return ", ".join(f"{printable(str(key))}={short(item)}" for key, item in value.items())
     if isinstance(value, tuple):
         return f"[{', '.join(short(item) for item in value)}]"
     if isinstance(value, msgspec.Struct):
         return short(msgspec.to_builtins(value))
-    return str(value)
+    return printable(str(value))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from itertools import starmap
 from time import perf_counter_ns
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -30,6 +32,7 @@ __all__ = ["Acts", "NotedAct", "WatchedDevice", "error_name", "watched_publisher
 
 NOT_IDLE = "not_idle"
 _R = TypeVar("_R")
+_ONCE: Final[tuple[tuple[()]]] = ((),)
 
 
 def error_name(error: BaseException) -> str:
@@ -58,31 +61,37 @@ class Acts:
 
     note:   takes each, in order.
     faults: (verb, n-th use of it in this call) -> what to raise, or the drain's result, instead of doing it.
+    off:    nothing is noted any more; everything goes straight through.
     armed:  the fault of the use in progress. What lies behind the door raises it where the first work would be
             enqueued: a failed upload leaves the host unsure of its rows, and a fault at the door would not.
     """
 
-    __slots__ = ("_note_act", "_uses", "armed", "faults")
+    __slots__ = ("_note_act", "_uses", "armed", "faults", "off")
 
     def __init__(self, note: Callable[[NotedAct], None]) -> None:
         self._note_act = note
         self.faults: dict[tuple[str, int], BaseException | DrainResult] = {}
         self.armed: BaseException | None = None
+        self.off = False
         self._uses: Counter[str] = Counter()
 
     def next_call(self) -> None:
         """Count the uses of verbs anew."""
         self._uses.clear()
 
-    def enqueue(self, verb: str, digest: str, run: Callable[[], bool]) -> bool:
-        """Let an action through. A fault is raised before anything is enqueued."""
-        nth = self._use(verb)
+    def enqueue(self, verb: str, parts: tuple[Any, ...], run: Callable[[], bool]) -> bool:
+        """Let an action with these arguments through. A fault is raised before anything is enqueued."""
+        if self.off:
+            return run()
+        digest, nth = _digest(parts), self._use(verb)
         begin = perf_counter_ns()
+        done: list[bool] = []
         try:
-            enqueued = self._through(verb, nth, run)
+            self._through(verb, nth, run, done)
         except BaseException as error:
-            self._note(Act(verb=verb, digest=digest, failed=error_name(error), nth=nth), begin)
+            self._note(Act(verb=verb, digest=digest, failed=error_name(error), nth=None if done else nth), begin)
             raise
+        enqueued = done[0]
         if enqueued:
             self._note_act(
                 NotedAct(b'{"verb":"%b","digest":"%b"}' % (verb.encode(), digest.encode()), begin, perf_counter_ns())
@@ -91,6 +100,8 @@ class Acts:
 
     def drain(self, run: Callable[[], DrainResult]) -> DrainResult:
         """Let a drain through."""
+        if self.off:
+            return run()
         nth = self._use("drain")
         begin = perf_counter_ns()
         fault = self.faults.get(("drain", nth)) if self.faults else None
@@ -104,12 +115,17 @@ class Acts:
 
     def publish(self, slot: int, run: Callable[[], None]) -> None:
         """Let a publication through; only one that fails is noted."""
+        if self.off:
+            run()
+            return
         nth = self._use("publish")
         begin = perf_counter_ns()
+        done: list[None] = []
         try:
-            self._through("publish", nth, run)
+            self._through("publish", nth, run, done)
         except BaseException as error:
-            self._note(Act(verb="publish", slot=slot, failed=error_name(error), nth=nth), begin)
+            act = Act(verb="publish", slot=slot, failed=error_name(error), nth=None if done else nth)
+            self._note(act, begin)
             raise
 
     def fail_if_armed(self) -> None:
@@ -117,10 +133,16 @@ class Acts:
         if self.armed is not None:
             raise self.armed
 
-    def _through(self, verb: str, nth: int, run: Callable[[], _R]) -> _R:
+    def _through(self, verb: str, nth: int, run: Callable[[], _R], done: list[_R]) -> None:
+        """Run it and put what it returns into ``done``.
+
+        In one operation, as far as interrupts go: one that comes with ``done`` filled came from outside the action,
+        and raising it instead of the action would not be the same.
+        """
         fault = self.faults.get((verb, nth)) if self.faults else None
         if not isinstance(fault, BaseException):
-            return run()
+            done.extend(starmap(run, _ONCE))
+            return
         self.armed = fault
         try:
             run()
@@ -140,7 +162,7 @@ def watched_publisher(publisher: Publisher, acts: Acts) -> Publisher:
     """``publisher``, noted."""
 
     def publish(offer: Offer, core: Core, request: Request, resident: int) -> None:
-        acts.publish(resident, lambda: publisher(offer, core, request, resident))
+        acts.publish(resident, partial(publisher, offer, core, request, resident))
 
     return publish
 
@@ -170,11 +192,11 @@ class WatchedDevice:
         return self._upload("upload_draft_rows", self._draft_table, self._inner.upload_draft_rows)
 
     def _upload(self, verb: str, table: KVPageTable | None, upload: Callable[[], bool]) -> bool:
-        pending = None if table is None else table.pending()
+        pending = None if table is None or self._acts.off else table.pending()
         if pending is None:
             # Nothing to carry, so nothing that could fail: not a use of the verb.
             return upload()
-        return self._acts.enqueue(verb, _digest(*pending), upload)
+        return self._acts.enqueue(verb, pending, upload)
 
     def reset_base_lengths(self, lengths: Int32Array) -> bool:
         return self._lengths("reset_base_lengths", lengths, self._inner.reset_base_lengths)
@@ -189,30 +211,30 @@ class WatchedDevice:
         return self._lengths("install_draft_lengths", lengths, self._inner.install_draft_lengths)
 
     def _lengths(self, verb: str, lengths: Int32Array, run: Callable[[Int32Array], bool]) -> bool:
-        return self._acts.enqueue(verb, _digest(lengths), lambda: run(lengths))
+        return self._acts.enqueue(verb, (lengths,), partial(run, lengths))
 
     def compact_base_lengths(self, mapping: DeviceArray, old_size: int, new_size: int) -> bool:
         return self._acts.enqueue(
             "compact_base_lengths",
-            _digest((old_size, new_size)),
-            lambda: self._inner.compact_base_lengths(mapping, old_size, new_size),
+            ((old_size, new_size),),
+            partial(self._inner.compact_base_lengths, mapping, old_size, new_size),
         )
 
     def compact_draft_lengths(self, mapping: DeviceArray, old_size: int, new_size: int) -> bool:
         return self._acts.enqueue(
             "compact_draft_lengths",
-            _digest((old_size, new_size)),
-            lambda: self._inner.compact_draft_lengths(mapping, old_size, new_size),
+            ((old_size, new_size),),
+            partial(self._inner.compact_draft_lengths, mapping, old_size, new_size),
         )
 
     def copy_mapping(self, mapping: Int32Array, tensor: DeviceArray) -> bool:
         return self._acts.enqueue(
-            "copy_mapping", _digest(mapping), lambda: self._inner.copy_mapping(mapping, tensor)
+            "copy_mapping", (mapping,), partial(self._inner.copy_mapping, mapping, tensor)
         )
 
     def clear_resident_state(self, slots: tuple[int, ...]) -> bool:
         return self._acts.enqueue(
-            "clear_resident_state", _digest(slots), lambda: self._inner.clear_resident_state(slots)
+            "clear_resident_state", (slots,), partial(self._inner.clear_resident_state, slots)
         )
 
     def zero_recurrent(self, copies: SnapshotCopies) -> bool:
@@ -235,7 +257,7 @@ class WatchedDevice:
             copies.slots, copies.rows, copies.partial_slots, copies.base_pages, copies.tokens, copies.draft_pages,
             copies.zero_rows,
         )  # fmt: skip
-        return self._acts.enqueue(verb, _digest(*parts), lambda: run(copies))
+        return self._acts.enqueue(verb, parts, partial(run, copies))
 
     def capture_hidden(self, copy: HiddenCopy) -> bool:
         return self._hidden("capture_hidden", copy, self._inner.capture_hidden)
@@ -244,13 +266,13 @@ class WatchedDevice:
         return self._hidden("restore_hidden", copy, self._inner.restore_hidden)
 
     def _hidden(self, verb: str, copy: HiddenCopy, run: Callable[[HiddenCopy], bool]) -> bool:
-        return self._acts.enqueue(verb, _digest((copy.slot, copy.row, copy.logical_slot)), lambda: run(copy))
+        return self._acts.enqueue(verb, ((copy.slot, copy.row, copy.logical_slot),), partial(run, copy))
 
     def drain(self) -> DrainResult:
         return self._acts.drain(self._inner.drain)
 
 
-def _digest(*parts: Any) -> str:
+def _digest(parts: tuple[Any, ...]) -> str:
     """Eight hexadecimal digits. For telling equal from different, not against anybody."""
     value = 0
     for part in parts:

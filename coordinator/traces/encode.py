@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence, Set
 from itertools import groupby
 from typing import Any, Final, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from context_cache.backends.base import DeviceArray
@@ -36,13 +37,17 @@ from context_cache.coordinator.types import (
     slot_tuple,
 )
 
-__all__ = ["Encoder", "NotKept"]
+__all__ = ["CannotReadAgain", "Encoder", "NotKept"]
 
 Fields: TypeAlias = dict[str, Any]
 
 
 class NotKept(Exception):
     """Token ids could not be kept; the cause says why."""
+
+
+class CannotReadAgain(Exception):
+    """A call used up its arguments."""
 
 
 class Encoder:
@@ -84,11 +89,21 @@ class Encoder:
         result: Any,
         error: BaseException | None,
         identity: list[lines.Identity],
+        *,
+        refused: bool = False,
     ) -> bytes:
-        """The line of a call that returned ``result`` or raised ``error``. Never raises for bad arguments."""
+        """The line of a call that returned ``result`` or raised ``error``.
+
+        refused: it raised ContractViolation and did nothing. Its arguments may be anything, raw token ids in the place
+        of lengths too, so a redacted trace does not say them.
+
+        Raises NotKept; CannotReadAgain for a call that took arguments which nobody can look at a second time.
+        """
         if name == "prepare_decode_step" and result is not None and result.refusal is None and len(arguments) == 2:
             return self._prepared(*arguments)
         raised = None if error is None else error_name(error)
+        if refused and self._redact and (len(arguments) > 1 or options):
+            return self._unusable(name, arguments, options, raised, identity)
         try:
             record = _ENCODERS[name](self, result, *arguments, **options)
             if raised is not None or identity:
@@ -100,12 +115,28 @@ class Encoder:
         except NotKept:
             # The arguments are well; the place for them is not.
             raise
-        except Exception:
+        except Exception as unreadable:
+            if error is None:
+                # It was understood when the call was made, and would be refused if it were made again without it.
+                raise CannotReadAgain(
+                    f"{name} was given something that cannot be written down behind the call ({unreadable}); give "
+                    "lists, tuples or arrays"
+                ) from None
             # Whatever is wrong with the arguments, the coordinator has refused them and said so to its caller.
-            request = self.request_id(arguments[0] if arguments else options.get("request"))
-            record = lines.Unusable(call=name, request=request, raised=raised, identity=identity)
-            line = msgspec.json.encode(record)
+            return self._unusable(name, arguments, options, raised, identity)
         return line + b"\n"
+
+    def _unusable(
+        self,
+        name: str,
+        arguments: tuple[Any, ...],
+        options: Fields,
+        raised: str | None,
+        identity: list[lines.Identity],
+    ) -> bytes:
+        request = self.request_id(arguments[0] if arguments else options.get("request"))
+        record = lines.Unusable(call=name, request=request, raised=raised, identity=identity)
+        return msgspec.json.encode(record) + b"\n"
 
     def _prepared(self, request: RequestHandle, headroom: DecodingKvHeadroom) -> bytes:
         """The line of a prepared step, which has nothing in it but the two."""
@@ -197,13 +228,11 @@ class Encoder:
         self, advances: BatchAdvance | list[ContextCacheSequenceAdvance], count: int, common: object
     ) -> Fields:
         batch = as_batch_advance(advances, count)
-        if isinstance(common, Iterator):
-            raise TypeError("what can be read once has been read by the call")
         return {
             "tokens": (self.keep_tokens(batch.token_ids), int(batch.token_ids.size)),
             "counts": batch.counts.tolist(),
             "committed": batch.committed.tolist(),
-            "common": None if common is None else as_int32(common, "common_state_lengths").tolist(),
+            "common": None if common is None else _lengths(common, "common_state_lengths"),
         }
 
     def finalize_prefill_publication(
@@ -275,9 +304,11 @@ class Encoder:
         new_batch_size: int,
         device_batch_mapping: DeviceArray,
     ) -> lines.BeginBatchCompaction:
+        found = request.request_of(self._core) if status is Status.OK else None
+        pending = None if found is None else found.mapping
         return lines.BeginBatchCompaction(
             request=self.request_id(request),
-            mapping=as_int32(old_to_new, "old_to_new").tolist(),
+            mapping=_lengths(old_to_new, "old_to_new") if pending is None else pending.mapping.tolist(),
             new_size=as_index(new_batch_size, "new_batch_size"),
             tensor=_tensor(device_batch_mapping),
             status=_name(status),
@@ -335,6 +366,14 @@ class Encoder:
 
 def _name(status: Status | None) -> str | None:
     return None if status is None else status.name
+
+
+def _lengths(values: Any, what: str) -> list[int]:
+    """Numbers that were given to a call and are read again now. Raises TypeError where that may give other ones."""
+    if not isinstance(values, Sequence | Set | np.ndarray) and not hasattr(values, "__array__"):
+        raise TypeError(f"{what} is {type(values).__name__}, which may be read only once")
+    lengths: list[int] = as_int32(values, what).tolist()
+    return lengths
 
 
 def _headroom(headroom: DecodingKvHeadroom) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """What a line of a trace is: one record of one kind, checked field by field when it is read.
 
 A trace is JSON Lines. The first line is the header; then each public call that was made, and under it the steps that it
-caused, in order. Nothing in it differs between two runs of one script: no clock, no address, no digest. The prose, and
-what each field means, is in ``docs/trace-format.md``; the JSON Schema beside it is made from the records below.
+caused, in order. Nothing in it differs between two runs of one script: no clock, no address, no keyed hash. The prose,
+and what each field means, is in ``docs/trace-format.md``; the JSON Schema beside it is made from the records below.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class Act(_Part, kw_only=True, frozen=True):
     digest: eight hexadecimal digits over its arguments.
     slot:   of a failed publication: the resident slot.
     failed: class of the error; of a drain: ``not_idle`` or the class of an interrupt.
-    nth:    of a failure: which use of this verb in its call it was, counted from 1.
+    nth:    of a failure: which use of this verb in its call it was, counted from 1; None: it had been done when an
+            interrupt came, so that failing instead of it would not be the same.
     """
 
     verb: Name

@@ -28,10 +28,11 @@ class IdentityBook:
     before: told of the number of the answer that is about to be given; may raise instead.
     """
 
-    __slots__ = ("_ordinals", "answers", "before")
+    __slots__ = ("_closed", "_ordinals", "answers", "before")
 
     def __init__(self) -> None:
         self._ordinals: dict[bytes, int] = {}
+        self._closed = False
         self.answers: list[Identity] = []
         self.before: Callable[[int], None] | None = None
 
@@ -45,14 +46,24 @@ class IdentityBook:
         answers, self.answers = self.answers, []
         return answers
 
+    def close(self) -> None:
+        """Forget everything, and keep nothing more."""
+        self._closed = True
+        self._ordinals.clear()
+        self.answers.clear()
+        self.before = None
+
     def prompt(self, digests: Sequence[Digest]) -> None:
-        self.answers.append(Identity(prompt=self._names(digests)))
+        if not self._closed:
+            self.answers.append(Identity(prompt=self._names(digests)))
 
     def more(self, digests: Sequence[Digest]) -> None:
-        self.answers.append(Identity(more=self._names(digests)))
+        if not self._closed:
+            self.answers.append(Identity(more=self._names(digests)))
 
     def exact(self, length: int, digest: Digest) -> None:
-        self.answers.append(Identity(exact=(length, self._names((digest,))[0])))
+        if not self._closed:
+            self.answers.append(Identity(exact=(length, self._names((digest,))[0])))
 
     def _names(self, digests: Sequence[Digest]) -> list[int]:
         ordinals = self._ordinals

@@ -2,8 +2,8 @@
 
 Rule 1: a recorder never stops a request. Whatever goes wrong in it switches it off and is logged; the coordinator goes
 on, and the trace is good up to there.
-Rule 2: what is written is decided by the calls alone. No clock, no address, no digest; two runs of one script write the
-same bytes. Times go to a file beside the trace.
+Rule 2: what is written is decided by the calls alone. No clock, no address, no keyed hash; two runs of one script write
+the same bytes. Times go to a file beside the trace.
 Rule 3: a decode step is recorded without looking at its sequences: its lines are the ones of the step before, but for
 the tokens.
 """
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Final, Protocol
@@ -28,10 +30,10 @@ from context_cache.coordinator.identity import BlockHasher
 from context_cache.coordinator.manager import ResourceType
 from context_cache.coordinator.traces.doors import Acts, NotedAct, WatchedDevice, watched_publisher
 from context_cache.coordinator.traces.encode import Encoder, NotKept
+from context_cache.coordinator.traces.files import TraceFiles, timings_of, tokens_of
 from context_cache.coordinator.traces.format import Identity
 from context_cache.coordinator.traces.header import header_of
 from context_cache.coordinator.traces.identities import IdentityBook, ScriptedHasher, WatchedHasher
-from context_cache.coordinator.traces.journal import JournaledFile, journal_of
 from context_cache.coordinator.traces.steady import SteadyCall, StepLines, steady_call
 from context_cache.coordinator.watching import Publisher
 from context_cache.machines import REQUEST, Step, StepParts
@@ -40,22 +42,15 @@ __all__ = ["CallRecorder", "Sink", "TraceFiles", "TraceRecorder", "timings_of", 
 
 _log = logging.getLogger("context_cache.traces")
 
-_KEPT_MAX: Final = 8192
 _TIMES_MAX: Final = 8192
 _REQUEST: Final = REQUEST.name
-
-
-def tokens_of(path: str | os.PathLike[str]) -> str:
-    """Where the token ids of a trace lie: raw little-endian int32."""
-    return f"{os.fspath(path)}.tokens"
-
-
-def timings_of(path: str | os.PathLike[str]) -> str:
-    """Where the times of a trace lie: little-endian int64 rows (step, act or -1, begin, end), nanoseconds.
-
-    A row with -1 is a call, under the number of its last step; act 0, 1, ... are what that step of a request did.
-    """
-    return f"{os.fspath(path)}.timings"
+_EVENTS: Final = {
+    "close": "drop",
+    "publish_hybrid_mtp_endpoint": "publish_mtp_endpoint",
+    "restore_hybrid_mtp_boundary_hidden": "restore_mtp_boundary",
+    "finalize_prefill_publication": "finalize_prefill",
+}
+"""What a call fires at its request, where it is not called as the call is."""
 
 
 class Sink(Protocol):
@@ -74,6 +69,10 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Nothing more will come."""
+
+
+class TornCall(Exception):
+    """An interrupt came between the end of a call and the recorder."""
 
 
 class CallRecorder:
@@ -101,6 +100,7 @@ class CallRecorder:
         self._line: Callable[[bytes], object] = sink.line
         self._seed = seed
         self._script = script
+        self._used = False
         # Steps and acts of the call in progress, as they came. Taking one is an append and nothing else: what they
         # look like as lines is worked out once for the whole call, and mostly known from the call before.
         self._happened: list[StepParts | NotedAct] = []
@@ -125,13 +125,16 @@ class CallRecorder:
     # What the coordinator asks once ---------------------------------------------------------------------------------
 
     def hasher(self, hasher: BlockHasher) -> BlockHasher:
-        if self._device is not None:
+        if self._used:
             raise ContractViolation("this recorder records a coordinator already; give each coordinator its own")
+        if self._off:
+            raise ContractViolation("this recorder is closed, and nothing would be recorded; make a new one")
         if self._script is not None:
             return ScriptedHasher(self._book, self._script)
         return WatchedHasher(hasher, self._book)
 
     def device(self, device: LifecycleDevice) -> LifecycleDevice:
+        self._used = True
         self._device = WatchedDevice(device, self.acts)
         return self._device
 
@@ -146,11 +149,17 @@ class CallRecorder:
         assert self._device is not None, "the coordinator asks for the device first"
         self._device.attach(core)
         self._encoder = Encoder(core, self._sink.tokens)
-        header = header_of(core, tokens=self._sink.tokens is not None, seed=self._seed)
+        redacted = self._sink.tokens is None
+        # From a seed the tokens of a generated script could be worked out.
+        seed = None if redacted or self._seed is None else int(self._seed)
+        header = header_of(core, tokens=not redacted, seed=seed)
         try:
             self._sink.line(msgspec.json.encode(header) + b"\n")
         except Exception as error:
             self._switch_off(error)
+        except BaseException as interrupt:
+            self._interrupted(interrupt)
+            raise
 
     # What happens -----------------------------------------------------------------------------------------------------
 
@@ -161,13 +170,16 @@ class CallRecorder:
             self._encoder.look()
         except Exception as failure:
             self._switch_off(failure)
+        except BaseException as interrupt:
+            self._interrupted(interrupt)
+            raise
 
     def returned(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-        happened = self._happened
-        if self._off:
-            happened.clear()
-            return
         try:
+            happened = self._happened
+            if self._off:
+                happened.clear()
+                return
             # Most calls are the call of a moment ago, made again. This is on the way of every decode step, so it is
             # one comparison in the interpreter's own code, and nothing is put into words twice.
             steady = self._steady.get(name)
@@ -186,18 +198,20 @@ class CallRecorder:
         except Exception as failure:
             self._switch_off(failure)
         except BaseException as interrupt:
-            # A trace has no holes: what an interrupt tore apart ends it.
-            self._switch_off(interrupt)
+            self._interrupted(interrupt)
             raise
 
     def raised(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], error: BaseException) -> None:
-        if self._off:
-            self._happened.clear()
-            return
         try:
-            self._write(name, arguments, options, None, error)
+            if self._off:
+                self._happened.clear()
+            else:
+                self._write(name, arguments, options, None, error)
         except Exception as failure:
             self._switch_off(failure)
+        except BaseException as interrupt:
+            self._interrupted(interrupt)
+            raise
 
     def dropped(self, request: Request, drop: Callable[[], None]) -> None:
         self.began_at = perf_counter_ns()
@@ -212,25 +226,32 @@ class CallRecorder:
                 if self._off or self._encoder is None:
                     self._happened.clear()
                 else:
+                    self._check_whole("close", raised)
                     lines, steps = self._lines.of(self._happened)
                     self._finish(self._encoder.close(request.id, raised) + lines, steps)
             except Exception as failure:
                 self._switch_off(failure)
+            except BaseException as interrupt:
+                self._interrupted(interrupt)
+                raise
 
     def record(self, step: Step) -> None:
         """A whole step instead of its parts."""
         self.take((step.subject, step.firing, step.ran, step.slots, step.failed))
 
     def close(self) -> None:
-        """Write what is still to be written. The coordinator may live on; it is not recorded any more."""
+        """Write what is still to be written. The coordinator may live on; it is not recorded any more, nor kept."""
         if self._off:
             return
-        try:
-            self._give_times()
-            self._sink.close()
-        except OSError as error:
-            self._switch_off(error)
-        self._off = True
+        failure: Exception | None = None
+        for last in (self._give_times, self._sink.close):
+            try:
+                last()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            self._switch_off(failure)
+        self._release()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -240,8 +261,10 @@ class CallRecorder:
         """The lines of a call that is not like the one before."""
         encoder, happened = self._encoder, self._happened
         assert encoder is not None, "calls come to a coordinator that was attached"
+        self._check_whole(name, error)
         answers = self._book.take()
-        head = encoder.call(name, arguments, options, result, error, answers)
+        refused = isinstance(error, ContractViolation) and not answers and not any(map(_did, happened))
+        head = encoder.call(name, arguments, options, result, error, answers, refused=refused)
         lines, steps = self._lines.of(happened)
         if error is None and not answers:
             steady = steady_call(name, encoder, arguments, result, happened, head, lines)
@@ -269,13 +292,39 @@ class CallRecorder:
             times, self._times = self._times, []
             self._sink.times(np.array(times, "<i8"))
 
+    def _check_whole(self, name: str, error: BaseException | None) -> None:
+        """Raise if what happened belongs to two calls: the one before was torn apart before anybody was told of it."""
+        own = [item[1] for item in self._happened if type(item) is tuple and item[1].machine == _REQUEST]
+        event = _EVENTS.get(name, name)
+        late = isinstance(error, ContractViolation) and any(firing.outcome == "done" for firing in own)
+        several = len(own) > 1 and name != "shutdown"
+        if late or several or any(firing.event != event for firing in own):
+            raise TornCall(f"a call before {name} was torn apart by an interrupt, and cannot be told from it")
+
     def _switch_off(self, error: BaseException) -> None:
         if isinstance(error, NotKept) and error.__cause__ is not None:
             error = error.__cause__
+        self._release()
+        _log.error("the trace recorder failed and is switched off; the coordinator goes on", exc_info=error)
+        _forget_frames(error)
+        self.failure = error
+
+    def _interrupted(self, interrupt: BaseException) -> None:
+        """A trace has no holes: what an interrupt tore apart ends it. The interrupt itself is its caller's."""
+        self._release()
+        _log.error("an interrupt switched the trace recorder off; the coordinator goes on", exc_info=interrupt)
+        self.failure = _twin(interrupt)
+
+    def _release(self) -> None:
+        """Off, for good: nothing of the coordinator is kept, nothing is noted, nothing grows."""
         self._off = True
         self._happened.clear()
-        self.failure = error
-        _log.error("the trace recorder failed and is switched off; the coordinator goes on", exc_info=error)
+        self._encoder = self._device = None
+        self._steady.clear()
+        self._lines = StepLines()
+        self._times.clear()
+        self._book.close()
+        self.acts.off = True
 
 
 class TraceRecorder(CallRecorder):
@@ -292,11 +341,19 @@ class TraceRecorder(CallRecorder):
     ) -> None:
         self._files = TraceFiles(path, redact=redact, timings=timings)
         super().__init__(self._files, seed=seed, timed=timings)
+        self._forgotten = weakref.finalize(self, _close_forgotten, self._files)
+        _open_recorders.add(self)
 
     def close(self) -> None:
         super().close()
-        # Of a recorder that failed the files are still open.
-        self._files.abandon()
+        # Of a recorder that failed the files are still open; what they cannot take stays in their journals.
+        with suppress(OSError):
+            self._files.close()
+        self._forgotten.detach()
+
+    def leave(self) -> None:
+        """In the child of a fork: the trace is the parent's."""
+        self._release()
 
     def __enter__(self) -> TraceRecorder:
         return self
@@ -307,42 +364,46 @@ class TraceRecorder(CallRecorder):
         self.close()
 
 
-class TraceFiles:
-    """The three files of a trace."""
+_open_recorders: Final[weakref.WeakSet[TraceRecorder]] = weakref.WeakSet()
 
-    def __init__(self, path: str | os.PathLike[str], *, redact: bool, timings: bool) -> None:
-        self._open: list[JournaledFile] = []
-        try:
-            self.line: Callable[[bytes], object] = self._make(path).append
-            self.tokens: Callable[[bytes], int] | None = None if redact else self._make(tokens_of(path)).append
-            self._timings = self._make(timings_of(path)) if timings else None
-        except BaseException:
-            self.abandon()
-            raise
-        for unused, name in ((redact, tokens_of(path)), (not timings, timings_of(path))):
-            if unused:
-                # What an earlier trace of this name left would be taken for this one's; it may have died, too.
-                for left in (name, journal_of(name)):
-                    if os.path.exists(left):
-                        os.unlink(left)
 
-    def _make(self, path: str | os.PathLike[str]) -> JournaledFile:
-        file = JournaledFile(path)
-        self._open.append(file)
-        return file
+def _leave_to_the_parent() -> None:
+    for recorder in list(_open_recorders):
+        recorder.leave()
 
-    def times(self, rows: npt.NDArray[np.int64]) -> None:
-        if self._timings is not None:
-            self._timings.append(rows.tobytes())
 
-    def close(self) -> None:
-        for file in self._open:
-            file.close()
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
-    def abandon(self) -> None:
-        """Give the files back as they are; one that is closed already stays closed."""
-        for file in self._open:
-            file.abandon()
+
+def _close_forgotten(files: TraceFiles) -> None:
+    """Of a recorder that was collected, or lived until the process ended, without being closed."""
+    try:
+        files.close()
+    except OSError as error:
+        _log.error("a trace could not be closed; its journal holds the rest: %s", error)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """A traceback keeps what its frames hold, handles of requests too."""
+    while error is not None:
+        following = error.__cause__ or error.__context__
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        error = following
+
+
+def _twin(interrupt: BaseException) -> BaseException:
+    """The same without a traceback; the one that is raised on gets another one on its way."""
+    kind = type(interrupt)
+    try:
+        twin: BaseException = kind.__new__(kind, *interrupt.args)
+    except Exception:
+        twin = RuntimeError(f"{kind.__name__}: {interrupt}")
+    return twin
+
+
+def _did(item: StepParts | NotedAct) -> bool:
+    """Whether it is more than a refusal."""
+    return isinstance(item, NotedAct) or item[1].row >= 0
 
 
 def _note_acts(times: list[tuple[int, int, int, int]], steps: int, happened: list[StepParts | NotedAct]) -> None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import msgspec
@@ -22,8 +23,10 @@ from msgspec.structs import replace
 from context_cache.backends.base import Backend
 from context_cache.coordinator.errors import ContextCacheError
 from context_cache.coordinator.traces.again import make_again, offsets_of
+from context_cache.coordinator.traces.files import TraceFiles, timings_of, tokens_of
 from context_cache.coordinator.traces.format import CallRecord, Header, Identity, StepRecord
 from context_cache.coordinator.traces.header import FINGERPRINTS, changed_machines
+from context_cache.coordinator.traces.journal import discard_journal, locked_folder, locked_shared
 from context_cache.coordinator.traces.reader import (
     Group,
     RecordedStep,
@@ -32,7 +35,7 @@ from context_cache.coordinator.traces.reader import (
     decode_call,
     decode_step,
 )
-from context_cache.coordinator.traces.recorder import CallRecorder, TraceFiles, tokens_of
+from context_cache.coordinator.traces.recorder import CallRecorder
 from context_cache.coordinator.traces.stage import BYTES_MAX, Stage, fault_of, open_backend
 from context_cache.coordinator.types import RequestView
 
@@ -241,26 +244,43 @@ def rewriting(
 ) -> Iterator[tuple[Replay, Callable[[list[bytes]], None]]]:
     """A replay whose lines are written to ``out``: the replay, and what takes the lines of a call.
 
-    ``out`` is replaced when the block ends well, and is as it was when it does not.
+    ``out`` is replaced when the block ends well, and is as it was when it does not. Of two that rewrite one trace at
+    the same time the last one wins, with all of its files. Nothing else of the trace that was there is left beside it:
+    no times, no journal of a recorder that died, and no tokens beside a redacted one.
+
+    Raises OSError also when ``out`` is being recorded or is no regular file.
     """
-    part = Path(f"{os.fspath(out)}.part")
-    tokens = reader.header.tokens
-    files = TraceFiles(part, redact=not tokens, timings=False)
-    try:
-        play = Replay(reader.header, open_backend(backend), bytes_max=bytes_max, sink=_Writing(files, tokens=tokens))
+    tokens, folder = reader.header.tokens, Path(out).absolute().parent
+    with locked_shared(out), locked_shared(tokens_of(out)):
+        pass
+    with TemporaryDirectory(prefix=".rewriting-", dir=folder) as made:
+        part = Path(made) / "trace"
+        files = TraceFiles(part, redact=not tokens, timings=False)
         try:
-            files.line(msgspec.json.encode(replace(reader.header, machines=FINGERPRINTS)) + b"\n")
-            yield play, lambda lines: _nothing(files.line(b"".join(lines)))
+            sink = _Writing(files, tokens=tokens)
+            play = Replay(reader.header, open_backend(backend), bytes_max=bytes_max, sink=sink)
+            try:
+                header = replace(reader.header, machines=FINGERPRINTS, seed=reader.header.seed if tokens else None)
+                files.line(msgspec.json.encode(header) + b"\n")
+                yield play, lambda lines: _nothing(files.line(b"".join(lines)))
+            finally:
+                play.end()
         finally:
-            play.end()
-        files.close()
+            files.close()
+        _replace(part, out, tokens=tokens)
+
+
+def _replace(part: Path, out: str | os.PathLike[str], *, tokens: bool) -> None:
+    with locked_folder(Path(out).absolute().parent), locked_shared(out), locked_shared(tokens_of(out)):
+        # First what an older trace left: beside the new one it would be taken for its own.
+        Path(timings_of(out)).unlink(missing_ok=True)
+        for name in (out, tokens_of(out), timings_of(out)):
+            discard_journal(name)
         if tokens:
             os.replace(tokens_of(part), tokens_of(out))
+        else:
+            Path(tokens_of(out)).unlink(missing_ok=True)
         os.replace(part, out)
-    finally:
-        files.close()
-        for left in (part, Path(tokens_of(part))):
-            left.unlink(missing_ok=True)
 
 
 def rerecord(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> int:
@@ -313,7 +333,7 @@ def _from_outside(group: Group, actual: list[bytes]) -> str | None:
     raised = group.record.raised
     if raised is None or raised in _REPEATABLE:
         return None
-    if any(act.failed for found in group.steps() for act in found.step.acts):
+    if any(act.failed and act.nth is not None for found in group.steps() for act in found.step.acts):
         return None
     return raised if not actual or decode_call(actual[0], 0).raised != raised else None
 

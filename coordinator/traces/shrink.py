@@ -1,16 +1,19 @@
 """Making a failing trace small: requests, then calls, then tokens are left out as long as it fails in the same way.
 
 A trace fails in one of two ways. Its replay differs: then the same step has to differ in the same way. Or it replays
-equal and holds a failure (a call that raised, a drain that failed, something withheld): then the same call has to fail
-at the same row and action. Whatever else happens on the way may change; calls that no longer make sense are refused by
-the coordinator, and left out in turn.
+equal and holds a failure (a call that raised, an action or a drain that failed, something withheld, a poisoned
+coordinator): then the same call has to fail at the same row and action. Whatever else happens on the way may change;
+calls that no longer make sense are refused by the coordinator, and left out in turn.
+
+Where all behaviour is as recorded, the difference lies in what changes when something is left out (subjects, slots,
+arguments of the device, what the call returned). Then only that may go without which these say exactly the same.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from itertools import count, zip_longest
 from time import monotonic
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -19,8 +22,9 @@ from attrs import evolve, frozen
 from msgspec.structs import replace
 
 from context_cache.coordinator.traces import format as lines
-from context_cache.coordinator.traces.reader import Group, TraceError, TraceReader, decode_step
-from context_cache.coordinator.traces.replay import Replay, differing_fields, rewriting
+from context_cache.coordinator.traces.describe import printable
+from context_cache.coordinator.traces.reader import Group, TraceError, TraceReader, decode_call, decode_step
+from context_cache.coordinator.traces.replay import Replay, ReplayResult, differing_fields, replay, rewriting
 from context_cache.coordinator.traces.shorten import prompts_of, shortened
 from context_cache.coordinator.traces.stage import BYTES_MAX, open_backend
 
@@ -31,8 +35,12 @@ _T = TypeVar("_T")
 # What a step says of the coordinator's behaviour. Page numbers and subjects change when something is left out.
 _BEHAVIOUR: Final = ("machine", "row", "event", "source", "target", "guards", "ran", "outcome", "failed", "ended")
 
+_POISONED: Final = "POISONED"
+
 Symptom: TypeAlias = tuple[Any, ...]
 Candidate: TypeAlias = list[Group]
+Shows: TypeAlias = Callable[[Group, list[bytes]], Symptom | None]
+"""Looks for a symptom in a call and the lines that it gave when it was made again."""
 
 
 @frozen
@@ -58,21 +66,29 @@ class _Shrinker:
         self._until = self._began + seconds
         self.tries = 0
         self.symptom: Symptom = ()
-        self.differs = False
+        self.shows: Shows = _differs
 
-    def run(self, candidate: Candidate, *, differs: bool) -> tuple[int, Symptom] | None:
+    @property
+    def differs(self) -> bool:
+        return self.shows is not _fails
+
+    def run(self, candidate: Candidate, shows: Shows) -> tuple[int, Symptom] | None:
         """Replay; (index of the call, what is wrong with it) for the first call that shows something, or None."""
         play = Replay(self._reader.header, open_backend(self._backend), bytes_max=self._bytes_max)
         try:
             for index, group in enumerate(candidate):
                 actual = play.make(group, self._reader)
-                found = _difference(group, actual) if differs else _failure(actual)
+                found = shows(group, actual)
                 # Calls that make no sense without those that were left out differ too; they are not looked for.
                 if found is not None and (not self.symptom or found == self.symptom):
                     return index, found
             return None
         finally:
             play.end()
+
+    def replay(self) -> ReplayResult:
+        """The whole trace, up to its first difference."""
+        return replay(self._reader.path, backend=self._backend, bytes_max=self._bytes_max)
 
     def fails(self, candidate: Candidate) -> bool:
         """Whether a shorter trace shows the same symptom."""
@@ -81,14 +97,14 @@ class _Shrinker:
         self.tries += 1
         self._progress(int(monotonic() - self._began))
         try:
-            found = self.run(candidate, differs=self.differs)
+            found = self.run(candidate, self.shows)
         except TraceError:
             return False
         return found is not None and found[1] == self.symptom
 
     def cut(self, candidate: Candidate) -> Candidate:
         """Nothing behind the call that fails."""
-        found = self.run(candidate, differs=self.differs)
+        found = self.run(candidate, self.shows)
         assert found is not None, "only failing traces are cut"
         return candidate[: found[0] + 1]
 
@@ -112,17 +128,7 @@ def shrink(
     with TraceReader(path) as reader:
         everything = list(reader.groups())
         shrinker = _Shrinker(reader, backend, bytes_max, seconds, progress)
-        found = shrinker.run(everything, differs=True)
-        shrinker.differs = found is not None
-        if found is None:
-            failures = _failures(shrinker, everything)
-            if failures is None:
-                raise TraceError(
-                    "it replays as recorded and holds no failure, so there is nothing to shrink; shrink a trace whose "
-                    "replay differs, or in which a call fails"
-                )
-            found = failures
-        index, shrinker.symptom = found
+        index, shrinker.symptom = _search(everything, shrinker)
         kept = everything[: index + 1]
         kept = _without(kept, _requests(kept), lambda group: _request_of(group.record), shrinker)
         kept = _fewer_calls(kept, shrinker)
@@ -136,7 +142,7 @@ def shrink(
             (len(_requests(everything)), len(_requests(kept))),
             (_tokens(everything), _tokens(kept)),
             shrinker.differs,
-            " ".join(str(part) for part in shrinker.symptom if not isinstance(part, tuple)),
+            printable(" ".join(str(part) for part in shrinker.symptom if not isinstance(part, tuple))),
             shrinker.tries,
         )
 
@@ -144,48 +150,98 @@ def shrink(
 # What is wrong with a call ------------------------------------------------------------------------------------------
 
 
-def _difference(group: Group, actual: list[bytes]) -> Symptom | None:
+def _search(groups: Candidate, shrinker: _Shrinker) -> tuple[int, Symptom]:
+    """The call to look at and what is wrong with it. Raises TraceError if nothing is."""
+    for shows in (_differs, _says_otherwise):
+        found = shrinker.run(groups, shows)
+        if found is not None:
+            shrinker.shows = shows
+            _check_repeatable(shrinker)
+            if shows is _says_otherwise and "kind" in found[1][-2]:
+                raise TraceError(
+                    f"call {groups[found[0]].number} is made again as another call, which no shorter trace can expect; "
+                    "look at it with: context-cache replay"
+                )
+            return found
+    shrinker.shows = _fails
+    found = _last_failure(groups)
+    if found is None:
+        raise TraceError(
+            "it replays as recorded and holds no failure, so there is nothing to shrink; shrink a trace whose replay "
+            "differs, or in which a call fails"
+        )
+    return found
+
+
+def _check_repeatable(shrinker: _Shrinker) -> None:
+    """Raises TraceError if the first difference is that a call was ended from outside."""
+    result = shrinker.replay()
+    if result.unrepeatable is not None:
+        calls = result.calls
+        raise TraceError(
+            f"call {calls + 1} was ended from outside by {result.unrepeatable}, which cannot be repeated, so there is "
+            f"nothing to shrink; the {calls} calls before it are equal, replay them alone with --until {calls}"
+        )
+
+
+def _steps_of(group: Group, actual: list[bytes]) -> list[tuple[lines.StepRecord | None, lines.StepRecord | None]]:
+    """The steps as they were recorded and as they came out, side by side."""
+    return list(zip_longest((found.step for found in group.steps()), (decode_step(raw, 0) for raw in actual[1:])))
+
+
+def _differs(group: Group, actual: list[bytes]) -> Symptom | None:
+    """The first step that behaves differently."""
     if actual == group.raw:
         return None
-    expected = [found.step for found in group.steps()]
-    made = [decode_step(raw, 0) for raw in actual[1:]]
-    for index in range(max(len(expected), len(made))):
-        one = expected[index] if index < len(expected) else None
-        other = made[index] if index < len(made) else None
+    for one, other in _steps_of(group, actual):
         fields = tuple(name for name in differing_fields(one, other) if name in (*_BEHAVIOUR, "kind"))
         if fields:
             what = other if one is None else one
             assert what is not None, "one side has a step"
             values = tuple(repr((getattr(one, name, None), getattr(other, name, None))) for name in fields)
-            return (type(group.record).__name__, what.machine, what.event, fields, values)
+            return (_name(group.record), what.machine, what.event, fields, values)
     return None
 
 
-def _failure(actual: list[bytes]) -> Symptom | None:
+def _says_otherwise(group: Group, actual: list[bytes]) -> Symptom | None:
+    """The first record of a call that says something else although all of its steps behave alike."""
+    if actual == group.raw or _differs(group, actual) is not None:
+        return None
+    now = decode_call(actual[0], 0) if actual else None
+    sides: list[tuple[msgspec.Struct | None, msgspec.Struct | None]] = [*_steps_of(group, actual), (group.record, now)]
+    for index, (one, other) in enumerate(sides):
+        fields = differing_fields(one, other)
+        if fields:
+            what = ("the call",) if index == len(sides) - 1 else (f"step {index + 1} of the call",)
+            values = tuple(repr((getattr(one, name, None), getattr(other, name, None))) for name in fields)
+            return (_name(group.record), *what, ", ".join(fields), fields, values)
+    return None
+
+
+def _fails(group: Group, actual: list[bytes]) -> Symptom | None:
+    """The first failure in the lines of a call."""
     if not actual:
         return None
-    record = msgspec.json.decode(actual[0])
-    raised = record.get("raised")
-    for raw in actual[1:]:
-        step = decode_step(raw, 0)
+    call = _name(group.record)
+    record = decode_call(actual[0], 0)
+    for step in (decode_step(raw, 0) for raw in actual[1:]):
         if step.outcome not in ("done", "refused"):
-            return (record["line"], step.machine, "row", step.row, step.outcome, step.failed or "", raised or "")
-    if raised not in (None, "ContractViolation"):
-        return (record["line"], "raised", raised)
+            return (call, step.machine, "row", step.row, step.outcome, step.failed or "", record.raised or "")
+        for act in step.acts:
+            if act.failed is not None:
+                return (call, step.machine, "row", step.row, act.verb, act.failed)
+    if record.raised not in (None, "ContractViolation"):
+        return (call, "raised", record.raised)
+    if getattr(record, "status", None) == _POISONED:
+        return (call, "returned", _POISONED)
     return None
 
 
-def _failures(shrinker: _Shrinker, groups: Candidate) -> tuple[int, Symptom] | None:
-    """The last failure: what went before is what led to it."""
-    last: tuple[int, Symptom] | None = None
-    for index, group in enumerate(groups):
-        found = _failure(group.raw)
-        if found is not None:
-            last = (index, found)
-    if last is None:
-        return None
-    shrinker.symptom = last[1]
-    return last if shrinker.run(groups[: last[0] + 1], differs=False) is not None else None
+def _last_failure(groups: Candidate) -> tuple[int, Symptom] | None:
+    """The last failure: what went before is what led to it. A poisoned coordinator says so of every later call."""
+    found = [(index, symptom) for index, group in enumerate(groups) if (symptom := _fails(group, group.raw))]
+    causes = [one for one in found if one[1][1:] != ("returned", _POISONED)]
+    return causes[-1] if causes else found[0] if found else None
 
 
 # Leaving out ----------------------------------------------------------------------------------------------------------
@@ -246,6 +302,10 @@ def _shorter(length: int) -> Iterable[int]:
         tried *= 2
 
 
+def _name(record: lines.CallRecord) -> str:
+    return str(record.__struct_config__.tag)
+
+
 def _request_of(record: lines.CallRecord) -> str | None:
     return record.gave if isinstance(record, lines.BeginRequest) else getattr(record, "request", None)
 
@@ -282,15 +342,31 @@ def _write(
         for number, group in zip(count(1), groups, strict=False):
             actual = play.make(group, reader)
             last = number == len(groups)
-            write(_as_expected(group, actual) if last and shrinker.differs else actual)
+            write(_as_recorded(group, actual, shrinker) if last and shrinker.differs else actual)
 
 
-def _as_expected(group: Group, actual: list[bytes]) -> list[bytes]:
-    """The lines of the call that differs, with the behaviour that was recorded in the place of what happens now."""
-    expected = [found.step for found in group.steps()]
-    made = [decode_step(raw, 0) for raw in actual[1:]]
-    steps: list[lines.StepRecord] = []
-    for index, step in enumerate(expected):
-        now = made[index] if index < len(made) else step
-        steps.append(replace(now, **{name: getattr(step, name) for name in _BEHAVIOUR}))
-    return [actual[0], *(msgspec.json.encode(step) + b"\n" for step in steps)]
+def _as_recorded(group: Group, actual: list[bytes], shrinker: _Shrinker) -> list[bytes]:
+    """The lines of the call that differs, with what was recorded in the place of what happens now."""
+    call = actual[0]
+    if shrinker.shows is _differs:
+        expected = [found.step for found in group.steps()]
+        made = [decode_step(raw, 0) for raw in actual[1:]]
+        steps: list[lines.StepRecord] = []
+        for index, step in enumerate(expected):
+            now = made[index] if index < len(made) else step
+            steps.append(replace(now, **{name: getattr(step, name) for name in _BEHAVIOUR}))
+        return [call, *(_line(step) for step in steps)]
+    # Only what the symptom names: the rest changed because something was left out.
+    fields = shrinker.symptom[-2]
+    for index, (one, other) in enumerate(_steps_of(group, actual)):
+        assert one is not None, "steps behave alike, so there are as many"
+        assert other is not None, "steps behave alike, so there are as many"
+        if differing_fields(one, other) == fields:
+            actual[index + 1] = _line(replace(other, **{name: getattr(one, name) for name in fields}))
+            return actual
+    recorded = {name: getattr(group.record, name) for name in fields}
+    return [_line(replace(decode_call(call, 0), **recorded)), *actual[1:]]
+
+
+def _line(record: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(record) + b"\n"

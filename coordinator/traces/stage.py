@@ -179,6 +179,8 @@ class Stage:
             )
         except (ContextCacheError, MemoryError) as error:
             raise TraceError(f"line 1: no coordinator can be built after this header: {error}") from None
+        self.tokens_max: Final = deployment.max_batch * deployment.row_pages * deployment.page_size
+        """As many as all rows together hold."""
         self._handles: dict[str, RequestHandle] = {}
         self._ended: RequestHandle | None = None
         self._tensors: dict[tuple[tuple[int, ...], str], Any] = {}

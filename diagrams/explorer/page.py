@@ -5,9 +5,11 @@ Whoever draws the pictures is handed in (``svg_of``), because the page only need
 * the group of a state has the id ``state-NAME``;
 * the group of an arrow has an id that begins with ``rows-N-N-...``, the numbers of the rows that are folded into it;
   what follows after ``--`` keeps ids apart and has no meaning. A way that only an error takes has ``failure`` among its
-  classes;
+  classes, and for each cause one that says which rows take it after such an error: ``device-error-N-N``,
+  ``drain-failed-N``, ``publish-failed-N``;
 * a label that belongs to rows, inside an arrow or a state, may be in a group whose id begins with ``label-N-N-...``,
-  again with anything after ``--``, which is ``failure`` first where the label is about an error. ``a_`` before an id is
+  again with anything after ``--``, which begins with ``failure-`` and the cause (``failure-drain-failed-``) where the
+  label is about an error. The texts that follow the group, up to the next one, are lit with it. ``a_`` before an id is
   Graphviz's own and is read over.
 
 What has no such id is shown and never lit. Colours are taken from the picture and turned around for dark screens.

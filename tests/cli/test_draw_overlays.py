@@ -88,6 +88,58 @@ def test_the_last_step_is_where_things_stood(trace):
     assert set(early.rows) == {row_of("new", "begin_request")}
 
 
+def edited(trace, tmp_path, change):
+    """A copy of the trace with one of its lines changed."""
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    change(lines)
+    copy = tmp_path / "edited.jsonl"
+    copy.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    (tmp_path / "edited.jsonl.tokens").write_bytes((trace.parent / "t.jsonl.tokens").read_bytes())
+    return str(copy)
+
+
+def test_a_step_that_failed_is_on_the_way_that_it_took_and_not_on_the_one_it_did_not(trace, tmp_path):
+    def fail(lines):
+        at = next(n for n, line in enumerate(lines) if line.get("event") == "prepare_prefill")
+        lines[at].update(outcome="failed", failed="upload_base_rows", target="broken")
+        del lines[at + 1 :]
+
+    row = row_of("admitted", "prepare_prefill")
+    request = trace_overlays(edited(trace, tmp_path, fail), None, None)["request"]
+    assert row not in request.rows
+    assert request.failures[row, "device error"].count == 1
+    assert request.failures[row, "device error"].last
+    assert request.states["broken"].last
+
+
+def test_states_that_were_visited_are_told_from_those_that_were_not(trace):
+    states = trace_overlays(str(trace), None, None)["request"].states
+    assert {"new", "admitted", "prefilling", "settled", "released"} <= set(states)
+    assert "broken" not in states
+
+
+def test_a_trace_of_other_tables_says_so(trace, tmp_path):
+    path = edited(trace, tmp_path, lambda lines: lines[0]["machines"].update(request="0" * 32))
+    assert "recorded with another table of request" in trace_overlays(path, None, None)["request"].title
+    assert "another table" not in trace_overlays(str(trace), None, None)["request"].title
+
+
+def test_a_step_of_a_machine_that_fires_no_events_is_refused_in_one_sentence(trace, tmp_path):
+    def move(lines):
+        next(line for line in lines if line.get("event") == "finish")["machine"] = "sequence"
+
+    done = draw("request", "--trace", edited(trace, tmp_path, move), "-o", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "fires no events" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_highlighted_state_keeps_what_the_trace_says_of_it(trace, tmp_path):
+    done = draw("request", "--trace", trace, "--state", "prefilling", "--format", "dot", "-o", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "refused x1" in (tmp_path / "request-at-prefilling.dot").read_text()
+
+
 def test_of_one_request_each_row_names_its_steps_and_other_requests_are_left_out(trace):
     request = trace_overlays(str(trace), "r2", None)["request"]
     assert request.rows[row_of("new", "begin_request")].count == 1
@@ -142,6 +194,7 @@ def test_the_marks_are_in_the_picture(trace, tmp_path):
         (("--trace", "NOTHING"), "name a trace that can be read"),
         (("--coverage", "NOTHING"), "name a trace or a coverage file"),
         (("--check", "--trace", "TRACE"), "leave MACHINE and all options"),
+        (("--check", "--step", "1"), "leave MACHINE and all options"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_sentence(trace, tmp_path, arguments, words):

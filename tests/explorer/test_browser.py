@@ -120,9 +120,29 @@ def test_other_machines_show_where_they_stood_at_that_time(story):
     story.click("#machine-execution")
     assert story.lit == ["state-held"]
     story.click("#machine-view")
-    assert story.lit == []
+    assert story.lit == ["state-none"]
     story.click("#machine-request")
     assert "state-prefilling" in story.lit
+
+
+def test_before_its_first_step_a_machine_stands_in_its_initial_state(story):
+    assert story.step == 1
+    for spec in ALL_MACHINES:
+        story.click(f"#machine-{spec.name}")
+        if spec.name != "request":
+            assert story.lit == ([] if spec.follows else [f"state-{spec.initial}"])
+
+
+def test_a_machine_that_follows_another_says_why_nothing_is_lit(explorer, make):
+    page, plain = explorer(make.trace(make.story())), "#picture-note"
+    for spec in ALL_MACHINES:
+        page.click(f"#machine-{spec.name}")
+        assert page.find(plain).is_displayed() is (spec.follows is not None)
+        if spec.follows:
+            assert f"Follows the steps of {spec.follows}" in page.text(plain)
+    page = explorer()
+    page.click("#machine-sequence")
+    assert not page.find(plain).is_displayed()
 
 
 @pytest.mark.parametrize(
@@ -153,15 +173,6 @@ def test_only_refused_and_failed_steps(story):
     assert story.events == ["prepare_decode_step"]
     story.click("#only-refused")
     assert len(story.events) > 3
-
-
-def test_a_filter_that_leaves_nothing_says_so(story):
-    story.click("#only-failed")
-    assert story.events == []
-    assert story.find("#timeline-empty").is_displayed()
-    assert story.text("#position") == "no step"
-    story.click("#only-failed")
-    assert story.text("#position") == "1 of 8"
 
 
 def test_the_table_counts_rows_and_shows_their_steps(story, make):
@@ -215,7 +226,11 @@ def test_without_a_trace_there_are_the_machines_alone(explorer):
 
 def test_a_trace_without_a_step_is_no_trouble(explorer, make):
     page = explorer(make.trace([make.call(name="shutdown", request=None, steps=[])], notes=["It ends early."]))
-    assert page.text("#notes") == "It ends early."
+    assert page.texts("#notes p") == ["It ends early.", "The trace has no steps."]
+    for place in ("#requests", "#timeline", "#only-refused", "#only-failed", "#details", "#next", "#scrub", "#follow"):
+        assert not page.find(place).is_displayed(), place
+    for button in page.all("button"):
+        assert button.accessible_name or not button.is_displayed()
     page.press("n", "]")
     page.click("#machine-view")
     assert page.find("#canvas svg").is_displayed()
@@ -247,7 +262,7 @@ def test_a_label_of_a_row_is_lit_by_itself(explorer, make):
     svg = (
         "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 90 90'><g class='graph'>"
         "<g id='state-admitted' class='node'><path d='M0 0h9v9z'/>"
-        "<g id='a_label-0-1--x'><text>1</text></g><g id='label-1--failure-x'><text>2</text></g></g>"
+        "<g id='a_label-0-1--x'><text>1</text></g><g id='label-1--failure-device-error-x'><text>2</text></g></g>"
         "<g id='state-prefilling' class='node'><path d='M0 20h9v9z'/></g>"
         "<g id='rows-1-7--y' class='edge'><path d='M0 9v9'/><g id='label-1--y'><text>1</text></g>"
         "<g id='label-7--y'><text>7</text></g></g></g></svg>"

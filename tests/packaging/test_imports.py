@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("backends", "coordinator", "diagrams", "machines")
+ROOMS = ("backends", "coordinator", "diagrams", "machines", "pytest_plugin")
 
 # The longest prefix of a module's name decides. "context_cache.x" allows x and everything below it.
 ALLOWED = {
@@ -34,6 +34,9 @@ ALLOWED = {
     "context_cache.coordinator.testing": (
         "attrs", "numpy", "pytest", "hypothesis",
         "context_cache.coordinator", "context_cache.machines", "context_cache.backends",
+    ),
+    "context_cache.pytest_plugin": (
+        "pytest", "context_cache.coordinator", "context_cache.machines", "context_cache.pytest_plugin",
     ),
     "context_cache.coordinator.traces": (
         "attrs", "numpy", "msgspec", "opentelemetry",

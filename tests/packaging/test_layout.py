@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("backends", "coordinator", "diagrams", "machines")
+ROOMS = ("backends", "coordinator", "diagrams", "machines", "pytest_plugin")
 
 
 def _setuptools() -> dict[str, object]:

@@ -81,6 +81,50 @@ def test_an_update_writes_the_trace_anew_and_only_then(pytester, trace):
     assert sorted(path.name for path in trace.parent.glob("story.jsonl*")) == ["story.jsonl", "story.jsonl.tokens"]
 
 
+def test_an_update_makes_a_torn_trace_whole(pytester, trace):
+    pytester.makepyfile("import pytest\n@pytest.mark.trace('story.jsonl')\ndef test_it(): pass")
+    trace.write_bytes(trace.read_bytes()[:-5])
+    run(pytester).assert_outcomes(failed=1)
+    run(pytester, "--trace-update").assert_outcomes(passed=1)
+    run(pytester).assert_outcomes(passed=1)
+
+
+def test_an_update_waits_for_another_one_of_the_same_trace(trace):
+    import fcntl
+    import os
+    from threading import Event, Thread
+
+    from context_cache.coordinator.testing.replaying import update_trace
+
+    good = trace.read_bytes()
+    break_first(trace, '"target":"prefilling"', '"target":"settled"')
+    held = os.open(trace.parent, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    done = Event()
+    found = []
+    other = Thread(target=lambda: (found.append(update_trace(trace)), done.set()))
+    other.start()
+    assert not done.wait(0.3)
+    trace.write_bytes(good)
+    os.close(held)
+    other.join(30)
+    assert found == [False], "it was written already"
+
+
+def test_many_tests_in_many_processes_update_one_trace(pytester, trace):
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("number", range(8))
+        @pytest.mark.trace("story.jsonl")
+        def test_it(number): pass
+        """
+    )
+    break_first(trace, '"target":"prefilling"', '"target":"settled"')
+    run(pytester, "--trace-update", "-n", "2").assert_outcomes(passed=8)
+
+
 def test_a_missing_trace_fails_the_test_and_says_which(pytester):
     pytester.makepyfile("import pytest\n@pytest.mark.trace('nothing.jsonl')\ndef test_it(): pass")
     done = run(pytester)
@@ -137,7 +181,7 @@ def test_a_passing_test_shows_no_steps(pytester, trace):
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_coverage_adds_up_and_names_what_was_never_taken(pytester, trace, workers):
     pytester.makepyfile("from story import story\ndef test_one(): story()\ndef test_two(): story()")
-    done = run(pytester, "--lifecycle-coverage=seen.json", *workers)
+    done = run(pytester, "--lifecycle-coverage-file=seen.json", *workers)
     done.assert_outcomes(passed=2)
     done.stdout.fnmatch_lines(["*never taken: request row 1 failed: admitted --prepare_prefill--> broken*"])
     text = done.stdout.str()
@@ -201,3 +245,158 @@ def test_traces_and_coverage_files_are_added_up_on_the_command_line(pytester, tr
     bad = CliRunner().invoke(command_line, ["coverage", str(tmp_path / "no.json")])
     assert bad.exit_code == 2
     assert bad.stderr.count("\n") == 1
+
+
+def test_a_coordinator_of_many_tests_shows_steps_from_before_the_test(pytester, trace):
+    pytester.makepyfile(
+        """
+        import pytest
+        from story import *
+
+        @pytest.fixture(scope="module")
+        def cache():
+            return story(end=False)
+
+        def test_one(cache): pass
+
+        def test_two(cache):
+            prompt = ContextCacheSequenceAdmission([8] * 9, resident=ResidentRef(1, 1))
+            stream = cache[0]._core.stream
+            begun = cache[0].begin_request(ContextCacheBatchAdmission([prompt]), DecodingKvHeadroom(1), stream)
+            assert begun is None
+
+        def test_three(): assert False
+        """
+    )
+    done = run(pytester)
+    done.assert_outcomes(passed=1, failed=2)
+    text = done.stdout.str()
+    assert text.count("last lifecycle steps of live requests") == 1, "test_three used no coordinator"
+    assert "request r1: prefilling --finalize_prefill" in text
+    assert "request r2: new --begin_request--> admitted" in text
+
+
+def test_steps_are_kept_although_the_test_itself_is_the_first_to_import_the_library(pytester, trace):
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_it():
+            assert "context_cache.machines" not in sys.modules
+            from story import story
+            kept = story(end=False)
+            assert kept is None
+        """
+    )
+    done = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    done.stdout.fnmatch_lines(["*last lifecycle steps of live requests*", "request r1: prefilling --finalize_prefill*"])
+
+
+def test_the_import_of_the_library_asks_every_other_finder(pytester, trace):
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_it():
+            asked = []
+
+            class Finder:
+                def __init__(self, number): self.number = number
+
+                def find_spec(self, name, path, target=None):
+                    if name == "context_cache.coordinator":
+                        asked.append(self.number)
+
+            sys.meta_path[1:1] = [Finder(1), Finder(2)]
+            import context_cache.coordinator
+            assert asked == [1, 2]
+        """
+    )
+    pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
+
+
+def test_a_project_that_does_not_use_the_library_does_not_import_it(pytester):
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_it():
+            names = ("numpy", "msgspec", *(f"context_cache.{room}" for room in ("backends", "coordinator", "machines")))
+            assert not [name for name in names if name in sys.modules]
+            assert "context_cache.pytest_plugin" in sys.modules
+        """
+    )
+    pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:hypothesispytest").assert_outcomes(passed=1)
+
+
+def test_a_test_file_behind_the_option_is_run_and_not_overwritten(pytester):
+    path = pytester.makepyfile("def test_it(): pass")
+    before = path.read_text()
+    run(pytester, "--lifecycle-coverage", path.name).assert_outcomes(passed=1)
+    assert path.read_text() == before
+
+
+def test_a_file_that_is_no_coverage_is_not_overwritten(pytester):
+    path = pytester.makepyfile("def test_it(): pass")
+    before = path.read_text()
+    done = run(pytester, f"--lifecycle-coverage-file={path.name}")
+    assert done.ret == 4
+    done.stderr.fnmatch_lines(["*--lifecycle-coverage-file=*holds something else*"])
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("name", ["nodir/seen.json", ".", "n" * 300])
+def test_a_place_that_cannot_be_written_is_refused_before_the_tests_run(pytester, name):
+    pytester.makepyfile("def test_it(): pass")
+    done = run(pytester, f"--lifecycle-coverage-file={name}")
+    assert done.ret == 4
+    assert "passed" not in done.stdout.str()
+    assert "Traceback" not in done.stderr.str()
+
+
+def test_the_file_lies_where_the_run_began_and_can_be_written_again(pytester, tmp_path):
+    pytester.makepyfile(f"import os\ndef test_it(): os.chdir({str(tmp_path)!r})")
+    for _ in range(2):
+        done = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--lifecycle-coverage-file=seen.json")
+        done.assert_outcomes(passed=1)
+        assert Coverage.from_json((pytester.path / "seen.json").read_text()).seen == set()
+
+
+@pytest.mark.parametrize("option", ["--lifecycle-fail-under=nan", "--lifecycle-fail-under=inf",
+                                    "--lifecycle-fail-under=101", "--lifecycle-steps=-1"])
+def test_a_number_that_means_nothing_is_refused(pytester, option):
+    done = run(pytester, "--lifecycle-coverage", option)
+    assert done.ret == 4
+    done.stderr.fnmatch_lines([f"*{option.split('=')[0]}*choose*"])
+
+
+def test_a_witness_that_ends_leaves_its_equals():
+    from context_cache.machines import step, witnessed_by
+
+    class Alike:
+        def __eq__(self, other):
+            return True
+
+        __hash__ = None
+
+        def saw(self, switch, step):
+            pass
+
+    outer, inner = Alike(), Alike()
+    with witnessed_by(outer):
+        with witnessed_by(inner):
+            pass
+        assert any(one is outer for one in step._witnesses)
+        assert not any(one is inner for one in step._witnesses)
+    assert Coverage() != Coverage()
+
+
+def test_coverage_does_not_grow_with_events_that_are_refused_again():
+    from context_cache.machines import Firing, RecorderSwitch, Step
+
+    coverage, switch = Coverage(), RecorderSwitch(None)
+    for _ in range(1000):
+        firing = Firing("request", -1, "finish", "new", "new", (("idle", False),), "refused", None)
+        coverage.saw(switch, Step("r1", firing))
+    assert len(coverage._known) + len(coverage._unusual) == 1
+    assert coverage.seen == {("request", "guard", "new", "finish", "idle", "False")}

@@ -8,10 +8,12 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
-from context_cache.coordinator.traces import TraceRecorder, journal
+from context_cache.coordinator.traces import TraceRecorder
+from context_cache.coordinator.traces import journal as journal_module
 from context_cache.coordinator.traces.journal import JournaledFile, journal_of, open_journaled
 from context_cache.coordinator.traces.reader import TraceReader
 from context_cache.coordinator.traces.recorder import tokens_of
@@ -219,7 +221,7 @@ def test_a_call_cut_between_two_of_its_steps_misses_one(data, make_trace, tmp_pa
 
 def test_what_is_appended_is_read_whatever_its_size(tmp_path):
     """Around the end of the journal, where a piece goes to the file together with what waited."""
-    room = journal._SIZE - 24
+    room = journal_module._ROOM
     large = 3 * 2**20
     for sizes in ([1], [room], [room + 1], [room - 1, 1, 1], [5, room - 5, 1], [large, 2], [10, large, 10], [0]):
         path = tmp_path / "f"
@@ -241,7 +243,7 @@ def test_what_is_appended_is_read_whatever_its_size(tmp_path):
 
 def test_a_death_between_any_two_writes_loses_nothing_that_was_there(tmp_path, monkeypatch):
     """A spill writes the journal's bytes, says that it has none, writes the piece, says where it is; it may stop."""
-    first, second = b"a" * (journal._SIZE - 100), b"b" * 300
+    first, second = b"a" * (journal_module._ROOM - 100), b"b" * 300
     writes = []
 
     class Died(BaseException):
@@ -272,14 +274,20 @@ def test_a_death_between_any_two_writes_loses_nothing_that_was_there(tmp_path, m
             found = bytes_of(path)
             assert found.startswith(first), (stop, partly)
             assert (first + second).startswith(found)
-            file.abandon()
+            file.close()
+            assert path.read_bytes() == found
+            assert not journal_of(path).exists()
+
+
+def journal_bytes(base, data, before=b"", magic=b"CCJOURN2", used=None):
+    """A journal: where it belongs, what it holds, what stands before it in the file."""
+    return struct.pack("<8sQQQ", magic, base, len(data) if used is None else used, crc32(before)) + data
 
 
 @pytest.mark.parametrize(
     "journal",
-    [b"", b"CCJOURN1", b"X" * 2**20, struct.pack("<8sQQ", b"CCJOURN1", 0, 2**60),
-     struct.pack("<8sQQ", b"CCJOURN1", 2**63, 2**63), struct.pack("<8sQQ", b"CCJOURN1", 0, 50),
-     struct.pack("<8sQQ", b"CCJOURN2", 0, 5) + b"12345" * 10],
+    [b"", b"CCJOURN2", b"X" * 2**20, journal_bytes(0, b"", used=2**60), journal_bytes(2**63, b"", used=2**63),
+     journal_bytes(0, b"", used=50), journal_bytes(0, b"12345" * 10, magic=b"CCJOURN1")],
 )  # fmt: skip
 def test_a_journal_that_is_none_is_left_alone(make_trace, tmp_path, data, small_trace, replay_equal, journal):
     path = make_trace(tmp_path / "t", data, small_trace)
@@ -290,6 +298,20 @@ def test_a_journal_that_is_none_is_left_alone(make_trace, tmp_path, data, small_
 def test_a_journal_of_another_place_in_the_file_is_left_alone(make_trace, tmp_path, data, small_trace, replay_equal):
     path = make_trace(tmp_path / "t", data, small_trace)
     for base in (len(data) + 1, max(0, len(data) - 10)):
-        journal_of(path).write_bytes(struct.pack("<8sQQ", b"CCJOURN1", base, 5) + b"?" * 2**12)
+        journal_of(path).write_bytes(journal_bytes(base, b"?" * 2**12, data[:base][-4096:]))
         assert bytes_of(path) == data
         replay_equal(path)
+
+
+def test_a_journal_is_the_rest_of_the_file_that_it_was_written_beside(tmp_path):
+    """It fits the length of another file, and says something else of what stands before it or in its place."""
+    path = tmp_path / "f"
+    journal_of(path).write_bytes(journal_bytes(5000, b"rest of it", b"a" * 4096))
+    for content, found in (
+        (b"a" * 5000, b"a" * 5000 + b"rest of it"),
+        (b"a" * 5000 + b"rest", b"a" * 5000 + b"rest of it"),
+        (b"a" * 4999 + b"b", b"a" * 4999 + b"b"),
+        (b"a" * 5000 + b"best", b"a" * 5000 + b"best"),
+    ):
+        path.write_bytes(content)
+        assert bytes_of(path) == found

@@ -363,6 +363,18 @@ def test_tokens_that_would_fill_memory_are_refused(original, limited):
     assert limited({1: call}, redacted=True).startswith("refused: line 2: ")
 
 
+@pytest.mark.parametrize(
+    "name", ["finalize_sequence_admission", "finalize_prefill_publication", "complete_decode_step"]
+)
+def test_a_completion_has_no_more_tokens_than_all_rows(original, limited, name):
+    """In a redacted trace no file says how many there are."""
+    call = {"line": name, "request": "r1", "tokens": [-1, 2**26], "raised": "ContractViolation"}
+    if name == "finalize_sequence_admission":
+        call["slot"] = 0
+    said = limited({1: call}, redacted=True)
+    assert said.startswith("refused: line 2: a completion with 67108864 tokens, more than the ")
+
+
 @pytest.mark.parametrize("runs", [[[None, 2**31 - 1]], [["aa" * 16, 2**31 - 1]] * 3, [[None, 2**20]] * 100_000])
 def test_media_that_would_fill_memory_are_refused(original, limited, runs):
     call = copy.deepcopy(original.records[index_of(original, "begin_request")])

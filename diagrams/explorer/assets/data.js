@@ -8,6 +8,7 @@ const ABSENT = -1;
 class Subject {
   constructor(name) {
     this.name = name;
+    this.isRequest = false;
     this.steps = [];
     this.kinds = new Set();
     this.refused = 0;
@@ -57,9 +58,9 @@ class Trace {
         if (this.kinds[kind].trouble) one[this.kinds[kind].trouble]++;
       }
     }
-    const isRequest = (subject) => this.kinds[this.kindOf[subject.steps[0]]].machine === "request";
     const named = [...bySubject.values()];
-    const subjects = [all, ...named.filter((subject) => !isRequest(subject)), ...named.filter(isRequest)];
+    for (const subject of named) subject.isRequest = this.kinds[this.kindOf[subject.steps[0]]].machine === "request";
+    const subjects = [all, ...named.filter((one) => !one.isRequest), ...named.filter((one) => one.isRequest)];
     for (const subject of subjects) subject.steps = Int32Array.from(subject.steps);
     return subjects;
   }
@@ -100,6 +101,7 @@ class Trace {
   }
 
   // Where a machine stood after a step: of the subject of that step, or of the call's request, or the only one it has.
+  // Before its first step that is the initial state. null: there is none, or the machine has no steps of its own.
   stateAt(machine, step) {
     const own = this.kinds[this.kindOf[step]];
     const subject = own.machine === machine ? this.subjectOf[step] : ABSENT;
@@ -110,7 +112,8 @@ class Trace {
       const whose = this.subjectOf[at];
       if (machine !== "request" || whose === (subject === ABSENT ? request : subject)) return kind.target;
     }
-    return null;
+    const {initial, follows} = machineOf.get(machine);
+    return follows || (machine === "request" && request === ABSENT) ? null : initial;
   }
 }
 
@@ -151,6 +154,7 @@ const machines = data.machines;
 const machineOf = new Map(machines.map((machine) => [machine.name, machine]));
 for (const machine of machines) machine.stateOf = new Map(machine.states.map((state) => [state.name, state]));
 const trace = data.trace && new Trace(data.trace);
+const stepped = trace !== null && trace.count > 0; // without a step there is nothing to go through
 const byId = (id) => document.getElementById(id);
 
 // An element with text; whatever a trace says becomes a text node and never markup.

@@ -5,7 +5,7 @@ function makeDetails() {
   function show() {
     if (looking.step === ABSENT) {
       title.textContent = "Step";
-      body.replaceChildren(el("p", {class: "empty"}, "No step is chosen."));
+      body.replaceChildren(el("p", {class: "empty"}, looking.shown.length ? "No step is chosen." : "No step has what is asked for."));
       return;
     }
     const step = trace.step(looking.step), call = trace.call(step.call), {kind} = step;

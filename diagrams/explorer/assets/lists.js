@@ -11,6 +11,7 @@ class LongList {
     box.style.setProperty("--row", `${height}px`);
     box.addEventListener("scroll", () => this.soon(), {passive: true});
     box.addEventListener("keydown", (event) => this.key(event));
+    box.addEventListener("focus", () => this.draw());
     box.addEventListener("click", (event) => {
       const row = event.target.closest("[role=option]");
       if (row) this.chosen(Number(row.dataset.index));
@@ -52,13 +53,18 @@ class LongList {
     const {scrollTop, clientHeight} = this.box;
     const first = Math.max(0, Math.floor(scrollTop / this.height) - SPARE);
     const last = Math.min(this.count - 1, Math.ceil((scrollTop + clientHeight) / this.height) + SPARE);
+    // Where nothing is chosen, the keys begin at the first.
+    const active = this.current >= 0 && this.current < this.count ? this.current : 0;
     for (const index of [...this.rows.keys()]) {
-      if ((index < first || index > last) && index !== this.current) this.drop(index);
+      if ((index < first || index > last) && index !== active) this.drop(index);
     }
     for (let index = first; index <= last; index++) this.put(index);
-    if (this.current >= 0 && this.current < this.count) this.put(this.current);
-    for (const [index, element] of this.rows) this.mark(element, index === this.current);
-    if (this.rows.has(this.current)) this.box.setAttribute("aria-activedescendant", this.rows.get(this.current).id);
+    if (active < this.count) this.put(active);
+    for (const [index, element] of this.rows) {
+      this.mark(element, index === this.current);
+      element.classList.toggle("active", index === active);
+    }
+    if (this.rows.has(active)) this.box.setAttribute("aria-activedescendant", this.rows.get(active).id);
     else this.box.removeAttribute("aria-activedescendant");
   }
 
@@ -91,7 +97,7 @@ class LongList {
 
   key(event) {
     const page = Math.max(1, Math.floor(this.box.clientHeight / this.height) - 1);
-    const by = {ArrowUp: -1, ArrowDown: 1, PageUp: -page, PageDown: page, Home: -Infinity, End: Infinity}[event.key];
+    const by = {ArrowUp: -1, ArrowDown: 1, PageUp: -page, PageDown: page, Home: -Infinity, End: Infinity, Enter: 0, " ": 0}[event.key];
     if (by === undefined || event.altKey || event.ctrlKey || event.metaKey || !this.count) return;
     event.preventDefault();
     event.stopPropagation();
@@ -119,9 +125,9 @@ function makeRequestList() {
   }
   function refill() {
     shown = subjectsShown();
-    const requests = shown.filter((index) => trace.subjects[index].name !== null).length;
+    const requests = shown.filter((index) => trace.subjects[index].isRequest).length;
     byId("requests-count").textContent = grouped(requests);
-    byId("requests-empty").hidden = shown.length > 0;
+    byId("requests-empty").hidden = shown.some((index) => trace.subjects[index].name !== null);
     list.fill(shown.length);
     mark();
   }
@@ -129,7 +135,12 @@ function makeRequestList() {
   on("steps", mark);
   refill();
   return {
-    focus: () => byId("requests").focus(),
+    // What was found gets the focus, and is chosen if it is not already.
+    enter: () => {
+      if (!shown.length) return;
+      if (!shown.includes(looking.subject)) goToSubject(firstRequest(shown));
+      byId("requests").focus();
+    },
     goBy: (count) => {
       const at = shown.indexOf(looking.subject) + count;
       if (at >= 0 && at < shown.length) goToSubject(shown[at]);

@@ -3,7 +3,8 @@
 function makeHead() {
   const facts = trace ? [["trace", trace.name], ["steps", grouped(trace.count)], ...trace.facts] : [["machines", String(machines.length)]];
   byId("facts").append(...facts.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, value))));
-  if (trace) byId("notes").append(...trace.notes.map((note) => el("p", null, note)));
+  const notes = trace ? [...trace.notes, ...(stepped ? [] : ["The trace has no steps."])] : [];
+  byId("notes").append(...notes.map((note) => el("p", null, note)));
   const help = byId("help");
   byId("help-open").addEventListener("click", () => help.showModal());
 }
@@ -39,7 +40,7 @@ function makeKeys(picture, requests) {
     if (target.matches("input[type=search]")) {
       if (key === "ArrowDown" || key === "Enter") {
         event.preventDefault();
-        requests.focus();
+        requests.enter();
       }
       return;
     }
@@ -69,12 +70,12 @@ function makeAddress() {
 }
 
 function start() {
-  document.documentElement.classList.add(trace ? "with-trace" : "without-trace");
+  document.documentElement.classList.add(stepped ? "with-trace" : "without-trace");
   makeHead();
   makeMachineTabs();
   makeTables();
   const picture = makePicture();
-  if (trace && trace.count) {
+  if (stepped) {
     looking.passes = trace.kinds.map(passes);
     const requests = makeRequestList();
     makeTimeline();

@@ -8,10 +8,10 @@ function makePicture() {
   const canvas = byId("canvas");
   const drawn = new Map(); // machine -> {svg, width, height}
   let current = null;
-  let zoom = trace ? 1 : "width"; // or "whole": what fits into the window
-  let follow = trace !== null;
+  let zoom = stepped ? 1 : "width"; // or "whole": what fits into the window
+  let follow = stepped;
   let byHand = false; // the reader chose the size, so following leaves it alone
-  let stepped = 0;
+  let lastMoved = 0;
 
   function draw(machine) {
     if (!drawn.has(machine.name)) {
@@ -33,6 +33,8 @@ function makePicture() {
   function show() {
     const machine = machineOf.get(looking.machine);
     const next = machine ? draw(machine) : null;
+    byId("picture-note").hidden = !(stepped && machine?.follows);
+    byId("picture-note").textContent = followsOf(machine);
     if (next === current && canvas.firstChild) return;
     current = next;
     canvas.replaceChildren(
@@ -110,8 +112,8 @@ function makePicture() {
       const middle = to - from < size ? (from + to) / 2 : (state[low] + state[high]) / 2;
       return middle - start - size / 2 + scroll;
     };
-    const now = performance.now(), calm = now - stepped > 400;
-    stepped = now;
+    const now = performance.now(), calm = now - lastMoved > 400;
+    lastMoved = now;
     canvas.scrollTo({
       left: axis("left", "right", canvas.clientWidth, canvas.scrollLeft, here.left),
       top: axis("top", "bottom", canvas.clientHeight, canvas.scrollTop, here.top),
@@ -174,20 +176,43 @@ function ofState(svg, name) {
   return svg.querySelector(`.node[id="${CSS.escape(`state-${name}`)}"]`);
 }
 
-// The arrow of a row, and its own label where the picture has one. A row can be on several arrows: its own way, and the
-// ways of its errors.
+// The arrow that a step took, and the label of its row where the picture has one. A row can be on several arrows: its own
+// way, and one for each way in which it can fail.
 function ofRow(svg, kind) {
   if (kind.row < 0) return [];
-  const has = (id) => id.replace(/^(a_)?(rows|label)-/, "").split("--", 1)[0].split("-").includes(String(kind.row));
-  const arrows = [...svg.querySelectorAll(".edge[id^='rows-']")].filter((arrow) => has(arrow.id));
-  const error = kind.outcome.endsWith("failed");
-  const fitting = arrows.filter((arrow) => arrow.classList.contains("failure") === error);
-  const lit = kind.source === kind.target ? [] : fitting.length ? fitting : arrows;
-  const labels = [...svg.querySelectorAll("[id^='label-'], [id^='a_label-']")].filter((label) => has(label.id))
-    .filter((label) => label.id.includes("--failure") === error);
+  const cause = causeOf(kind);
+  if (cause === null) return [];
+  const number = String(kind.row);
+  const has = (id) => id.replace(/^(a_)?(rows|label)-/, "").split("--", 1)[0].split("-").includes(number);
+  const fails = (name) => name.startsWith(`${cause}-`) && name.slice(cause.length + 1).split("-").includes(number);
+  const takes = ({id, classList}) => has(id) && (cause ? [...classList].some(fails) : !classList.contains("failure"));
+  const says = ({id}) => has(id) && (cause ? id.includes(`--failure-${cause}-`) : !id.includes("--failure"));
+  const lit = kind.source === kind.target ? [] : [...svg.querySelectorAll(".edge[id^='rows-']")].filter(takes);
+  const labels = [...svg.querySelectorAll("[id^='label-'], [id^='a_label-']")].filter(says);
   const within = (places) => labels.filter((label) => places.some((place) => place && place.contains(label)));
   const own = within(lit);
-  return [...lit, ...(own.length ? own : within([ofState(svg, kind.source)]))];
+  const chosen = own.length ? own : within([ofState(svg, kind.source)]);
+  return [...lit, ...chosen, ...chosen.flatMap(wordsBehind)];
+}
+
+// What stands behind a row's number, up to the next number.
+function wordsBehind(label) {
+  const words = [];
+  for (let next = label.nextElementSibling; next?.nodeName === "text"; next = next.nextElementSibling) words.push(next);
+  return words;
+}
+
+const CAUSES = {failed: "device-error", drain_failed: "drain-failed", publish_failed: "publish-failed"};
+
+// Which way out of its row a step took: "" its own, the cause of a failure, or null where it took none. Where the step
+// ended says it, because a row that fails can fail again on its way out; the outcome decides between ways to one state.
+function causeOf({machine, row, outcome, source, target}) {
+  const own = machineOf.get(machine)?.rows[row];
+  if (outcome === "done" || own?.target === target) return "";
+  const ends = own ? {"device-error": own.on_failure, "drain-failed": own.on_drain_failure, "publish-failed": own.on_publish_failure} : {};
+  const fitting = Object.keys(ends).filter((cause) => ends[cause] === target);
+  const named = Object.hasOwn(CAUSES, outcome) ? CAUSES[outcome] : "device-error";
+  return fitting.includes(named) ? named : fitting[0] ?? null;
 }
 
 // Every colour of the picture becomes a variable with a second value for dark screens.

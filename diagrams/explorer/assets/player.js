@@ -19,6 +19,7 @@ function makePlayer() {
     redraw();
   });
   on("step", () => {
+    byId("told").hidden = true;
     const {shown, step} = looking;
     const at = step === ABSENT ? 0 : positionOf(step);
     const text = step === ABSENT ? "No step" : sentence(step, at, shown.length);

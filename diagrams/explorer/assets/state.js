@@ -73,7 +73,27 @@ function goToTrouble(direction) {
   for (let at = positionOf(step) + direction; at >= 0 && at < shown.length; at += direction) {
     if (trace.kinds[trace.kindOf[shown[at]]].trouble) return goToStep(shown[at]);
   }
-  announce(`No ${direction > 0 ? "later" : "earlier"} step was refused or failed.`);
+  const next = nextInTrouble(direction);
+  if (next !== undefined) {
+    looking.step = direction > 0 ? -1 : trace.count;
+    looking.subject = next;
+    collectSteps();
+    if (!trace.kinds[trace.kindOf[looking.step]].trouble) goToTrouble(direction);
+    return;
+  }
+  const {name, isRequest} = trace.subjects[looking.subject];
+  const which = direction > 0 ? "later" : "earlier";
+  const where = name === null ? "" : isRequest ? ` of ${name} or of ${direction > 0 ? "a later" : "an earlier"} request` : ` of ${name}`;
+  tellReader(`No ${which} step${where} was refused or failed.`);
+}
+
+// The request in the list before or behind the current one that has a step which was refused or failed.
+function nextInTrouble(direction) {
+  const own = looking.subject;
+  if (trace.subjects[own].name === null) return undefined;
+  const there = subjectsShown().filter((index) => trace.subjects[index].isRequest && (index - own) * direction > 0
+    && some(trace.subjects[index].kinds, (kind) => trace.kinds[kind].trouble && looking.passes[kind]));
+  return there.at(direction > 0 ? 0 : -1);
 }
 
 function goToSubject(subject) {
@@ -85,8 +105,18 @@ function goToSubject(subject) {
 function filterBy(change) {
   Object.assign(looking, change);
   looking.passes = trace.kinds.map(passes);
+  if (looking.only.size || looking.place) {
+    const shown = subjectsShown();
+    if (shown.length && !shown.includes(looking.subject)) looking.subject = firstRequest(shown);
+  }
   collectSteps();
   tell("subjects");
+}
+
+// Of some subjects the first request; without one the first with a name, or everything.
+function firstRequest(shown) {
+  const first = (is) => shown.find((index) => is(trace.subjects[index]));
+  return first((subject) => subject.isRequest) ?? first((subject) => subject.name !== null) ?? shown[0];
 }
 
 function toggleOnly(trouble) {
@@ -143,6 +173,13 @@ function subjectsShown() {
 function some(set, holds) {
   for (const one of set) if (holds(one)) return true;
   return false;
+}
+
+// Said to everybody, and there until something else is looked at.
+function tellReader(text) {
+  byId("told").textContent = text;
+  byId("told").hidden = false;
+  announce(text);
 }
 
 let announced = 0;

@@ -49,13 +49,17 @@ function makeTables() {
     mark(table);
   }
   function mark(table) {
-    for (const row of table.querySelectorAll("[aria-current]")) row.removeAttribute("aria-current");
+    for (const row of table.querySelectorAll("[aria-current]")) {
+      row.removeAttribute("aria-current");
+      row.classList.remove("refused", "failed");
+    }
     const lit = trace && looking.step !== ABSENT ? litNow() : null;
     if (!lit) return;
     const at = looking.view === "states" ? `[data-state="${CSS.escape(lit.state)}"]` : lit.kind && `[data-row="${lit.kind.row}"]`;
     const row = at && table.querySelector(at);
     if (!row) return;
     row.setAttribute("aria-current", "true");
+    if (lit.kind?.trouble) row.classList.add(lit.kind.trouble);
     row.scrollIntoView({block: "nearest"});
   }
   on("machine", show);
@@ -94,11 +98,16 @@ function stateTable(machine) {
 }
 
 function table(machine, head, rows) {
-  const follows = machine.follows && el("p", {class: "remark"},
-    `Follows the steps of ${machine.follows}; its rows have none of their own, and it has no steps in a trace.`);
+  const follows = machine.follows && el("p", {class: "remark"}, followsOf(machine));
   return el("div", null, follows || "", el("table", null,
     el("thead", null, el("tr", null, ...head.map((name) => el("th", {scope: "col"}, name)))),
     el("tbody", null, ...rows)));
+}
+
+// Why a machine has rows and nothing is ever lit in it.
+function followsOf(machine) {
+  if (!machine?.follows) return "";
+  return `Follows the steps of ${machine.follows}; its rows have none of their own, and it has no steps in a trace.`;
 }
 
 function countButton(count, machine, place, what) {
