@@ -88,7 +88,7 @@ def _picture(change: MachineChange) -> tuple[Drawing, Overlay]:
         old, new = pair.old, pair.new
         rows[new.row] = Mark(text="changed", colour=_CHANGED)
         for cause, end in new.failures:
-            if (cause, end) not in old.failures:
+            if (cause, end) not in old.failures or old.failure_steps_of(cause) != new.failure_steps_of(cause):
                 failures[new.row, cause] = Mark(text="changed", colour=_CHANGED)
         if old.target != new.target:
             gone.append((_without(old, new.failures), "until now"))

@@ -1,7 +1,8 @@
 """DOT text of a drawing: the form that is committed, compared line by line, and laid out by an engine.
 
 Written here and not by a library, so that a bare installation can write it and its bytes do not depend on a library's
-version. A changed row of the table changes one line of the text, and one more if it is in the key of a large table.
+version. A changed row of the table changes the lines of the text that name it, and one more if it is in the key of a
+large table.
 """
 
 from __future__ import annotations
@@ -141,14 +142,19 @@ class _Writer:
             source, cut = self._middle(edge.source), f", ltail={self._cluster(edge.source)}"
         if edge.to_phase:
             target, cut = self._middle(edge.target), f"{cut}, lhead={self._cluster(edge.target)}"
-        kinds = {line.kind for line in edge.lines}
+        # Among pale lines an arrow has the colour of those that are not.
+        marked = [line for line in edge.lines if self.labels.line_marks(line)] if self.overlay.fade else []
+        kinds = {line.kind for line in marked or edge.lines}
         kind = next(kind for kind in (FAILURE, "wait", "enqueue", "host") if kind in kinds)
         marks = self.labels.edge_marks(edge)
         stroke = self._stroke(kind, bool(marks)) + (", penwidth=3" if any(mark.last for mark in marks) else "")
         rows = sorted({row for line in edge.lines for row in line.rows})
         tip = tooltip(f"{edge.source} to {edge.target}: rows {ranges(rows)}")
         ends = f"{self._state(source)} -> {self._state(target)}"
-        causes = {line.text: line.rows for line in edge.lines if line.kind == FAILURE}
+        causes: dict[str, list[int]] = {}
+        for line in edge.lines:
+            if line.kind == FAILURE:
+                causes.setdefault(line.text, []).extend(line.rows)
         head = f"{ends} [{self._named(rows, causes)}{stroke}{cut}, tooltip={tip}, labeltooltip={tip}, label="
         return table_label(head, [row for line in edge.lines for row in self.labels.line(line)], "];")
 

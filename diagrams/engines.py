@@ -16,9 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-__all__ = ["ENGINES", "FORMATS", "DrawingFailed", "EngineMissing", "digest", "drawn_from", "pure_version", "render"]
+__all__ = ["FORMATS", "DrawingFailed", "EngineMissing", "digest", "drawn_from", "pure_version", "render"]
 
-ENGINES: Final = ("pure", "dot")
 FORMATS: Final = ("svg", "png", "pdf")
 _SECONDS_MAX: Final = 120
 _INSTALL: Final = "run: pip install 'context-cache-coordinator[draw]'"
@@ -44,9 +43,10 @@ def render(dot: str, format: str, engine: str | None = None) -> bytes:
     if program is None:
         if engine is None and shutil.which("dot") is not None:
             return _system(dot, format)
+        article = "an" if format == "svg" else "a"
         raise EngineMissing(
-            f"a {format.upper()} needs the layout program graphviz-pure, which is not installed; {_INSTALL}, or "
-            f"install Graphviz and choose its dot with --engine dot; {_TEXTS}"
+            f"{article} {format.upper()} needs the layout program graphviz-pure, which is not installed; {_INSTALL}, "
+            f"or install Graphviz and choose its dot with --engine dot; {_TEXTS}"
         )
     if format == "pdf":
         from context_cache.diagrams.pdf import svg_to_pdf

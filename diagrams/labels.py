@@ -82,7 +82,8 @@ class Labels:
         for row in marks:
             groups.setdefault(marks[row].colour, []).append(row)
         for background, marked in groups.items():
-            text = font(escaped(_badge(marked, marks)), size=9, colour=colour)
+            # Red words on a mark that is red could not be read.
+            text = font(escaped(_badge(marked, marks)), size=9, colour=None if background else colour)
             rows.append(f'<TR><TD BGCOLOR="{background}">{text}</TD></TR>' if background else cell(text))
         return rows
 
@@ -133,8 +134,9 @@ class Labels:
         if line.ended:
             words += font(f" ({escaped(_ENDED.get(line.ended, line.ended))})", colour=_ink(MUTED, pale))
         for cause, steps in dict.fromkeys((also.cause, also.steps) for also in line.also):
-            after = self._named(steps, pale) if steps else ""
-            words += font(f" (also if {escaped(cause)}{after})", colour=red)
+            faded = self.overlay.fade and not self.overlay.of_rows(line.rows, cause)
+            after = self._named(steps, faded) if steps else ""
+            words += font(f" (also if {escaped(cause)}{after})", colour=_ink(STROKE[FAILURE], faded))
         if line.steps:
             words += self._run(line.steps, pale)
         if line.sources:
@@ -147,9 +149,13 @@ class Labels:
 
     def edge_marks(self, edge: Edge) -> list[Mark]:
         """The overlay's marks for the lines of an arrow."""
-        found = [mark for line in edge.lines for _, mark in self.marks(line)]
-        causes = [(line.rows, cause) for line in edge.lines for cause in dict.fromkeys(x.cause for x in line.also)]
-        return found + [mark for rows, cause in causes for _, mark in self.overlay.of_rows(rows, cause)]
+        return [mark for line in edge.lines for mark in self.line_marks(line)]
+
+    def line_marks(self, line: Line) -> list[Mark]:
+        """The overlay's marks for the rows of a line and for the failures that it names."""
+        places = [(line.rows, cause) for cause in dict.fromkeys(also.cause for also in line.also)]
+        also = [mark for rows, cause in places for _, mark in self.overlay.of_rows(rows, cause)]
+        return [*(mark for _, mark in self.marks(line)), *also]
 
     def legend(self) -> list[str]:
         """The machine's name, what the colours mean, and the lists of steps that letters stand for."""

@@ -14,11 +14,16 @@ Made from the tables in `machines/` by `./dev draw`; a test holds this page and 
 How to read a picture:
 
 * A box is a state, with what its owner holds in it. A yellow box has device work outstanding. A double border is final.
+  What a state means is in the table below its picture.
 * A solid arrow is an event: row numbers, event, guards, then the steps in order. The colour of the numbers says what
   the rows ask of the device at most: nothing, enqueued work, or waiting.
 * A dashed red arrow is a way that only an error takes. A failure that several states of a phase share is drawn once,
   from a small dashed box, and said in the box of each state that has it.
-* Rows that stay in their state are lines in its box. "also if" names failures that end where success does.
+* Rows that stay in their state are lines in its box. "also if" names failures that end where success does, and what is
+  done after them.
+* An arrow from a phase is for all its states; where they do not do the same, it has a line for each list of steps and
+  says from which states.
+* "runtime has synchronised" says why device work is over without a wait: the runtime waited for it before the call.
 * In the picture of the request a letter stands for a list of steps; the key is below the picture.
 * Purple is another machine: a step `machine.event` offers an event to it.
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from context_cache.coordinator.cli.drawing import ENGINES
+
 if TYPE_CHECKING:
     from context_cache.coordinator.cli.revisions import Side
     from context_cache.diagrams.changes import MachineChange
@@ -29,7 +31,7 @@ def diff_command() -> click.Command:
 @click.option("-o", "--output", metavar="FILE",
               help="Also draw it: added green, removed red, changed yellow. The suffix is the format: dot, svg, png or "
               "pdf.")
-@click.option("--engine", type=click.Choice(["pure", "dot"]), help="What lays the picture out; see draw.")
+@click.option("--engine", type=click.Choice(ENGINES), help="What lays the picture out; see draw.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")  # fmt: skip
 def _diff(old: str, new: str | None, output: str | None, engine: str | None, as_json: bool) -> None:
     """Compare the lifecycle tables of OLD and NEW: git revisions, or JSON files from `draw --format json`.

@@ -13,7 +13,10 @@ from attrs import evolve
 if TYPE_CHECKING:
     from context_cache.diagrams import Overlay
 
-__all__ = ["draw_command"]
+__all__ = ["ENGINES", "draw_command"]
+
+ENGINES: Final = ("pure", "dot")
+"""What can be asked to lay a picture out; said here for `--help`, which loads no diagrams."""
 
 _STATE_FORMATS: Final = {
     "--around": ("dot", "svg", "png", "pdf", "mermaid"),
@@ -45,7 +48,7 @@ def draw_command() -> click.Command:
 @click.option("--step", type=click.IntRange(1), metavar="N", help="With --trace: only the steps up to this one.")
 @click.option("--coverage", metavar="FILE", type=click.Path(dir_okay=False),
               help="Paint what was never taken red: a trace, or what pytest --lifecycle-coverage-file=FILE wrote.")
-@click.option("--engine", type=click.Choice(["pure", "dot"]),
+@click.option("--engine", type=click.Choice(ENGINES),
               help="What lays pictures out: graphviz-pure, which comes with the extra draw, or the system's dot.  "
               "[default: pure where it is installed]")
 @click.option("--check", is_flag=True,

@@ -17,16 +17,19 @@ def write_files(contents: Mapping[Path, bytes], option: str = "-o") -> None:
 
     option: with which another place can be chosen.
     """
-    beside = {path: path.with_name(f".{path.name}.{os.getpid()}.new") for path in contents}
+    for path in contents:
+        if path.exists() and not path.is_file():
+            raise CannotWrite(f"{path} is no regular file, which is not replaced; choose another place with {option}")
+    # What a link names is replaced, not the link.
+    targets = {path: Path(os.path.realpath(path)) for path in contents}
+    beside = {path: target.with_name(f".{target.name}.{os.getpid()}.new") for path, target in targets.items()}
     path = Path()
     try:
         for path, content in contents.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                raise IsADirectoryError(None, "Is a directory")
+            targets[path].parent.mkdir(parents=True, exist_ok=True)
             beside[path].write_bytes(content)
         for path in contents:
-            beside[path].replace(path)
+            beside[path].replace(targets[path])
     except OSError as error:
         raise CannotWrite(
             f"{path} cannot be written ({error.strerror or error}); choose another place with {option}"

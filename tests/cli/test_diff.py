@@ -189,6 +189,28 @@ def test_a_file_against_a_revision_is_about_its_machine_only(cli, repository, tm
     assert cli("diff", tmp_path / "kept.json").status == 0
 
 
+def test_odd_names_are_drawn_and_said_and_obeyed_by_no_terminal(cli, files, tmp_path):
+    """How it could go wrong: a lone surrogate cannot be encoded, and a terminal does what a control character says."""
+    old, new = files
+    edit(new, lambda plain: plain["rows"][3].update(event="\ud800\x1b[2J", guards=["\x9b2J"]))
+    drawn = tmp_path / "changes.svg"
+    done = cli("diff", old, new, "-o", drawn)
+    assert done.status == 1
+    assert "--\ufffd\u241b[2J [\ufffd2J]-->" in done.out
+    for text in (done.out, drawn.read_text(encoding="utf-8")):
+        assert not {c for c in text if ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0} - {"\n"}
+
+
+@pytest.mark.parametrize("field", ["event", "name"])
+def test_a_blank_name_is_one_sentence(cli, files, field):
+    old, new = files
+    edit(new, lambda plain: plain["rows" if field == "event" else "states"][2].update({field: "  "}))
+    done = cli("diff", old, new)
+    assert done.status == 2
+    (line,) = done.err.splitlines()
+    assert f"[2].{field} is blank" in line
+
+
 def test_old_code_is_never_run(cli, repository):
     """How it could go wrong: a revision that is checked out and imported runs whatever is in it."""
     for name in ("machines", "context_cache"):

@@ -103,12 +103,26 @@ def test_a_written_file_is_whole_or_the_old_one(cli, tmp_path, monkeypatch):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("view.dot", "old")]
 
 
-def test_all_files_are_written_or_none(cli, tmp_path):
-    """How it could go wrong: one target is a folder, and the others are new already when that is found out."""
+def test_all_files_are_written_or_none(cli, tmp_path, monkeypatch):
+    """How it could go wrong: the disk is full at the last of them, and the others are new already."""
+    (tmp_path / "view.dot").write_text("old")
+    write = Path.write_bytes
+
+    def full(self, content):
+        if "svg" in self.name:
+            raise OSError(28, "No space left on device")
+        return write(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    line = refused(cli("draw", "view", "-o", tmp_path))
+    assert "view.svg cannot be written (No space left on device); choose another place with -o" in line
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("view.dot", "old")]
+
+
+def test_a_folder_in_the_place_of_a_file_leaves_the_others_as_they_were(cli, tmp_path):
     (tmp_path / "view.svg").mkdir()
     (tmp_path / "view.dot").write_text("old")
-    line = refused(cli("draw", "view", "-o", tmp_path))
-    assert "view.svg cannot be written (Is a directory); choose another place with -o" in line
+    assert "view.svg is a folder" in refused(cli("draw", "view", "-o", tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["view.dot", "view.svg"]
     assert (tmp_path / "view.dot").read_text() == "old"
 

@@ -148,6 +148,11 @@ def test_another_failure_state_is_marked_on_the_failure_and_on_the_row():
     ]  # fmt: skip
 
 
+def test_other_steps_after_a_failure_are_marked_on_the_failure():
+    shown = marked(changes_dot([compare(OLD, with_row(1, failure_steps=(Step("wait", "drain"),)))], "t"))
+    assert shown == [("1 changed", "prepare_prefill / A"), ("1 changed", "device error / drain")]
+
+
 def test_a_failure_that_a_row_no_longer_has_is_drawn_as_the_old_arrow():
     new = with_row(54, steps=OLD.rows[52].steps, on_drain_failure=None)
     dot = changes_dot([compare(OLD, new)], "t")

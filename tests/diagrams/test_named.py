@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
+import attrs
 import pytest
 
 from context_cache.diagrams import to_dot
 from context_cache.diagrams.engines import pure_version, render
-from context_cache.machines import ALL_MACHINES, MachineSpec, State, Transition
+from context_cache.diagrams.table import Step, as_table
+from context_cache.machines import ALL_MACHINES, REQUEST, MachineSpec, State, Transition
 
 MACHINES = pytest.mark.parametrize("spec", ALL_MACHINES, ids=lambda spec: spec.name)
 ODD = ("a b", "gel\u00f6st", 'x"y', "<lambda>", "a&b", "tail-1--2")
@@ -50,6 +52,15 @@ def test_the_way_of_an_error_is_marked(spec):
             assert "edge" in classes
             failing = [row for row in rows_of(name) if len(spec.transitions[row].ends) > 1]
             assert failing or "failure" not in classes
+
+
+def test_an_arrow_names_every_row_of_a_failure_whatever_is_done_after_it():
+    """How it could go wrong: rows with other steps after the failure are another line of the arrow, and one is lost."""
+    table = as_table(REQUEST)
+    row = attrs.evolve(table.rows[18], failure_steps=(Step("wait", "drain"),))
+    text = to_dot(attrs.evolve(table, rows=(*table.rows[:18], row, *table.rows[19:])), named=True)
+    (arrow,) = re.findall(r"^s_settled -> s_decode_5f_retry \[.*", text, flags=re.MULTILINE)
+    assert 'class="failure device-error-17-18"' in arrow
 
 
 @MACHINES

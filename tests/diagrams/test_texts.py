@@ -48,6 +48,18 @@ def test_each_row_of_a_label_is_a_line_of_its_own(spec):
             assert line.count("<TR>") == 1 or "host only" in line
 
 
+@EVERY
+def test_the_dot_text_shows_every_guard_and_every_step(spec):
+    """Those after a failure included."""
+    table, text = as_table(spec), to_dot(spec)
+    for row in table.rows:
+        for name in (*row.guards, *(step.name for step in row.every_step)):
+            assert re.search(rf"[\[>/ ]{re.escape(name)}[\],< ]", text), name
+    for state in table.states:
+        for step in state.on_enter:
+            assert f">{step.name}<" in text
+
+
 def test_a_state_shows_what_it_holds_and_what_entering_it_does():
     text = to_dot(REQUEST)
     box = text.partition("s_decoding [")[2].partition("</TABLE>>")[0]
@@ -205,7 +217,7 @@ def test_a_failure_that_ends_where_success_does_is_marked():
 def test_a_shared_failure_takes_the_colour_of_its_marks():
     failures = {(row, "publish failed"): Mark(colour="#123456") for row in (46, 47)}
     box = to_dot(REQUEST, Overlay(failures=failures)).partition("f_executing__settled_5f_frozen__")[2]
-    assert '<TD BGCOLOR="#123456"><FONT POINT-SIZE="9" COLOR="#cf222e">46' in box.partition("</TABLE>")[0]
+    assert '<TD BGCOLOR="#123456"><FONT POINT-SIZE="9">46' in box.partition("</TABLE>")[0]
 
 
 def test_a_state_with_a_mark_keeps_its_colours_where_others_fade(copier):
@@ -224,6 +236,19 @@ def test_an_arrow_to_another_machine_fades_with_its_state(copier):
 
     assert arc({}) == (False, False)
     assert arc({"stuck": Mark()}) == (True, True)
+
+
+def test_what_did_not_happen_is_pale_beside_what_did():
+    """How it could go wrong: an arrow has the colour of a row, or a line the words of a failure, that was not taken."""
+    text = to_dot(REQUEST, Overlay(rows={38: Mark(count=1)}, fade=True))
+    (arrow,) = re.findall(r"^s_decoding -> s_settled \[.*", text, flags=re.MULTILINE)
+    assert 'color="#57606a"' in arrow
+    (line,) = [line for line in text.splitlines() if ">38 x1<" in line]
+    assert '<FONT COLOR="#afb8c1"> (also if publish failed)' in line
+    taken = {(38, "publish failed"): Mark(count=1)}
+    text = to_dot(REQUEST, Overlay(rows={38: Mark(count=1)}, failures=taken, fade=True))
+    (line,) = [line for line in text.splitlines() if ">38 x1<" in line and "complete_decode_step" in line]
+    assert '<FONT COLOR="#cf222e"> (also if publish failed)' in line
 
 
 def test_the_legend_explains_every_colour_of_the_numbers():
