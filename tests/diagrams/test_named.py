@@ -9,6 +9,7 @@ import pytest
 
 from context_cache.diagrams import to_dot
 from context_cache.diagrams.engines import pure_version, render
+from context_cache.diagrams.table import as_table
 from context_cache.machines import ALL_MACHINES, MachineSpec, State, Transition
 
 MACHINES = pytest.mark.parametrize("spec", ALL_MACHINES, ids=lambda spec: spec.name)
@@ -50,6 +51,23 @@ def test_the_way_of_an_error_is_marked(spec):
             assert "edge" in classes
             failing = [row for row in rows_of(name) if len(spec.transitions[row].ends) > 1]
             assert failing or "failure" not in classes
+
+
+@MACHINES
+def test_every_failure_of_a_row_is_found_by_its_cause(spec):
+    """On one arrow, or where it leads nowhere new on a label; a failure that ends where success does is on neither."""
+    found = groups(spec)
+    for number, row in enumerate(as_table(spec).rows):
+        for cause, end in row.failures:
+            word = cause.replace(" ", "-")
+            arrows = [
+                one for name, classes in found.items() if name.startswith("rows-") for one in classes
+                if one.startswith(f"{word}-") and number in map(int, one.removeprefix(f"{word}-").split("-"))
+            ]  # fmt: skip
+            labels = [name for name in found if name.startswith("a_label-") and f"--failure-{word}-" in name
+                      and number in rows_of(name)]  # fmt: skip
+            assert len(arrows) == (end not in (row.source, row.target)), (number, cause)
+            assert len(labels) == (end != row.target), (number, cause)
 
 
 @MACHINES
