@@ -162,7 +162,7 @@ def _write_html(html: str, machines: Sequence[str], trace: str | None, engine: s
     from context_cache.diagrams.engines import DrawingFailed, EngineMissing
 
     try:
-        write_html(Path(html), machines, None if trace is None else Path(trace), engine=engine)
+        write_html(html, machines, None if trace is None else Path(trace), engine=engine)
     except (CannotExplore, DrawingFailed, EngineMissing) as error:
         raise Unusable(str(error)) from None
 

@@ -12,7 +12,7 @@ from context_cache.coordinator.cli.progress import LateProgress
 from context_cache.coordinator.traces.explore import calls_of, facts_of
 from context_cache.coordinator.traces.header import changed_machines
 from context_cache.coordinator.traces.reader import TraceError, TraceReader
-from context_cache.coordinator.traces.recorder import timings_of
+from context_cache.coordinator.traces.recorder import timings_of, tokens_of
 from context_cache.coordinator.traces.timings import TimedTrace
 from context_cache.diagrams.dot import to_dot
 from context_cache.diagrams.engines import render
@@ -31,14 +31,14 @@ class CannotExplore(Exception):
 
 
 def write_html(
-    out: Path,
+    out: Path | str,
     machine_names: Sequence[str],
     trace_path: Path | None,
     *,
     engine: str | None = None,
     steps_max: int = STEPS_MAX,
 ) -> None:
-    """Write the page, whole or not at all.
+    """Write the page, whole or not at all; an unusable ``out`` is refused before anything is read.
 
     machine_names: the machines to show; none: all of them. engine: what lays the pictures out, see ``engines.render``.
     Raises CannotExplore, and what ``engines.render`` raises.
@@ -46,6 +46,7 @@ def write_html(
     for name in machine_names:
         if name not in MACHINES:
             raise CannotExplore(f"--html shows machines, and {name!r} is none; choose from {', '.join(MACHINES)}")
+    _check_place(out, trace_path)
     machines = [MACHINES[name] for name in dict.fromkeys(machine_names)] or list(MACHINES.values())
 
     def drawn(spec: MachineSpec) -> str:
@@ -53,9 +54,33 @@ def write_html(
 
     trace = None if trace_path is None else _read(trace_path, steps_max)
     try:
-        write_file(out, explorer_page(machines, trace, drawn).encode(), "--html")
+        write_file(Path(out), explorer_page(machines, trace, drawn).encode(), "--html")
     except CannotWrite as error:
         raise CannotExplore(str(error)) from None
+
+
+def _check_place(out: Path | str, trace_path: Path | None) -> None:
+    """Raise CannotExplore if no page can lie there, or if it would take the place of the trace or of a part of it."""
+    place = os.fspath(out)
+    if place in ("", os.curdir):
+        raise CannotExplore("--html needs the name of a file, and what was given is none")
+    if place == "-":
+        raise CannotExplore("--html writes a file and not to the standard output; name a file")
+    if place.endswith(("/", os.sep)) or os.path.isdir(place):
+        raise CannotExplore(f"--html {place}: a folder cannot be written as a page; name a file in it")
+    if trace_path is None:
+        return
+    for part in (os.fspath(trace_path), tokens_of(trace_path), timings_of(trace_path)):
+        if _is_same(place, part):
+            raise CannotExplore(f"--html {place}: {part} belongs to the trace and would be replaced; name another file")
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Whether two paths are one file, whatever they are called, or will be one."""
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):
+        return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _read(path: Path, steps_max: int) -> ExplorerTrace:

@@ -37,6 +37,8 @@ __all__ = ["explorer_page"]
 _ASSETS: Final = "context_cache.diagrams.explorer"
 _SCRIPTS: Final = ("data.js", "state.js", "lists.js", "picture.js", "tables.js", "details.js", "player.js", "main.js")
 """In this order they are one script."""
+_STYLES: Final = ("machine.css", "explorer.css")
+"""The last ends with what narrow screens and a reader's own colours change in both."""
 _PLACE: Final = re.compile(r"\{\{(\w+)\}\}")
 _UNSAFE: Final = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&"})
 
@@ -58,7 +60,7 @@ def explorer_page(
         "policy": f"default-src 'none'; script-src 'sha256-{hashed}'; style-src 'unsafe-inline'; img-src data:; "
         "base-uri 'none'; form-action 'none'",
         "title": "Lifecycles" if trace is None else html.escape(f"{_printable(trace.name)}: lifecycles"),
-        "style": _asset("explorer.css"),
+        "style": "\n".join(_asset(name) for name in _STYLES),
         "data": _embedded(data),
         "script": script,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -114,9 +115,64 @@ def test_a_damaged_line_is_named_by_its_number_and_nothing_is_written(page, reco
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path):
-    message = told(lambda: write_html(tmp_path, (), None))
+    file = tmp_path / "file"
+    file.touch()
+    message = told(lambda: write_html(file / "page.html", (), None))
     assert "cannot be written" in message
     assert "--html" in message
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("", "needs the name of a file"),
+        (Path(), "needs the name of a file"),
+        ("-", "not to the standard output"),
+        (Path("-"), "not to the standard output"),
+        ("new/", "--html new/: a folder cannot be written"),
+        ("there", "--html there: a folder cannot be written"),
+        (Path("there"), "--html there: a folder cannot be written"),
+    ],
+)
+def test_what_is_no_name_of_a_file_is_refused_before_the_trace_is_read(tmp_path, monkeypatch, place, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    assert words in told(lambda: write_html(place, (), tmp_path / "nothing.jsonl"))
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize("place", ["", "-"])
+def test_the_command_refuses_what_is_no_file_in_one_sentence(cli, tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    done = cli("draw", "--html", place)
+    assert (done.status, done.out, len(done.err.splitlines())) == (2, "", 1)
+    assert "--html" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("part", ["", ".tokens", ".timings"])
+@pytest.mark.parametrize("way", ["name", "link", "hard link", "round about"])
+def test_a_page_never_takes_the_place_of_its_trace(cli, recorded, tmp_path, part, way):
+    file = tmp_path / f"{recorded.name}{part}"
+    before = file.read_bytes()
+    out = {"name": file, "round about": tmp_path / "new" / ".." / file.name}.get(way, tmp_path / "page.html")
+    (tmp_path / "new").mkdir()
+    if way == "link":
+        out.symlink_to(file)
+    elif way == "hard link":
+        out.hardlink_to(file)
+    done = cli("draw", "--html", out, "--trace", recorded)
+    assert (done.status, done.out, len(done.err.splitlines())) == (2, "", 1)
+    assert "belongs to the trace" in done.err
+    assert file.read_bytes() == before
+
+
+def test_a_page_is_not_called_what_a_part_of_its_trace_would_be(page, recorded, tmp_path):
+    """A page under the name of times that were not recorded would be read as such the next time."""
+    times = tmp_path / f"{recorded.name}.timings"
+    times.unlink()
+    assert "belongs to the trace" in told(lambda: write_html(times, (), recorded))
+    assert not times.exists()
 
 
 def test_a_folder_that_is_missing_is_made(tmp_path):

@@ -64,6 +64,23 @@ def test_an_arrow_names_every_row_of_a_failure_whatever_is_done_after_it():
 
 
 @MACHINES
+def test_every_failure_of_a_row_is_found_by_its_cause(spec):
+    """On one arrow, or where it leads nowhere new on a label; a failure that ends where success does is on neither."""
+    found = groups(spec)
+    for number, row in enumerate(as_table(spec).rows):
+        for cause, end in row.failures:
+            word = cause.replace(" ", "-")
+            arrows = [
+                one for name, classes in found.items() if name.startswith("rows-") for one in classes
+                if one.startswith(f"{word}-") and number in map(int, one.removeprefix(f"{word}-").split("-"))
+            ]  # fmt: skip
+            labels = [name for name in found if name.startswith("a_label-") and f"--failure-{word}-" in name
+                      and number in rows_of(name)]  # fmt: skip
+            assert len(arrows) == (end not in (row.source, row.target)), (number, cause)
+            assert len(labels) == (end != row.target), (number, cause)
+
+
+@MACHINES
 def test_without_being_asked_for_there_are_no_names(spec):
     assert not re.search(r'\b(id|ID)="', to_dot(spec))
 

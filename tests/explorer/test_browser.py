@@ -385,6 +385,9 @@ def test_nothing_is_cut_off_on_a_narrow_screen(explorer, make, width):
     assert page.js("return document.documentElement.scrollWidth") <= width
     assert page.find("#next").is_displayed()
     page.click("#next")
+    page.press("p")
+    assert page.find("#told").is_displayed()
+    assert page.js("return document.documentElement.scrollWidth") <= width
     page.js("document.getElementById('details').scrollIntoView()")
     assert page.find("#details .event").is_displayed()
     assert page.js("return document.getElementById('requests').clientHeight") > 100
