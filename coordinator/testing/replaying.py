@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from context_cache.coordinator.traces.describe import difference_text
+from context_cache.coordinator.traces.journal import locked_folder
 from context_cache.coordinator.traces.replay import replay, rerecord
 
 __all__ = ["assert_replays", "update_trace"]
@@ -37,22 +35,9 @@ def update_trace(path: str | os.PathLike[str]) -> bool:
     Several tests may name one trace, and run in several processes: the first one writes it, the others wait and find it
     written. Raises TraceError, OSError.
     """
-    with _alone_in(Path(path).parent):
+    with locked_folder(Path(path).absolute().parent):
         result = replay(path)
         if result.equal and not result.torn:
             return False
         rerecord(Path(path), Path(path))
         return True
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Nobody else who asks for the same folder goes on meanwhile. Nothing is left behind."""
-    held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        # Some network file systems lock no folders; there one process at a time has to do.
-        with suppress(OSError):
-            fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(held)

@@ -24,6 +24,7 @@ import mmap
 import os
 import stat
 import struct
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -240,14 +241,28 @@ def locked_shared(path: str | os.PathLike[str]) -> Iterator[None]:
         os.close(file)
 
 
+_HELD: Final = threading.local()
+
+
 @contextlib.contextmanager
 def locked_folder(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Wait for whoever else replaces several files of a folder as one."""
+    """Wait for whoever else replaces several files of a folder as one. Who holds it may ask again."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        found = os.fstat(folder)
+        key = (found.st_dev, found.st_ino)
+        held: set[tuple[int, int]] = _HELD.__dict__.setdefault("folders", set())
+        if key in held:
+            # The lock belongs to the open file, so the same thread would wait for itself for ever.
+            yield
+            return
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
+        held.add(key)
+        try:
+            yield
+        finally:
+            held.discard(key)
     finally:
         os.close(folder)
 
