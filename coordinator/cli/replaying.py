@@ -83,7 +83,9 @@ def replay_command(
         raise Unusable("--step shows every call and --json prints one object; choose one of them")
     check_inputs(trace)
     # What is replayed may fail on purpose a thousand times; the comparison says all there is to say.
-    logging.getLogger("context_cache").setLevel(logging.CRITICAL)
+    log = logging.getLogger("context_cache")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
         if perfetto is not None:
             _draw(trace, perfetto, as_json)
@@ -101,6 +103,8 @@ def replay_command(
             raise
         reason = error.strerror or error
         raise Unusable(f"{error.filename} cannot be read ({reason}); name a trace that can be read") from None
+    finally:
+        log.setLevel(level)
 
 
 def _replay(trace: str, backend: str, until: int | None, by_step: bool, memory: float, as_json: bool) -> None:

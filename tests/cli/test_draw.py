@@ -122,7 +122,7 @@ def test_all_files_are_written_or_none(cli, tmp_path, monkeypatch):
 def test_a_folder_in_the_place_of_a_file_leaves_the_others_as_they_were(cli, tmp_path):
     (tmp_path / "view.svg").mkdir()
     (tmp_path / "view.dot").write_text("old")
-    assert "view.svg is a folder" in refused(cli("draw", "view", "-o", tmp_path))
+    assert "it is a folder" in refused(cli("draw", "view", "-o", tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["view.dot", "view.svg"]
     assert (tmp_path / "view.dot").read_text() == "old"
 

@@ -163,7 +163,7 @@ def test_a_page_never_takes_the_place_of_its_trace(cli, recorded, tmp_path, part
         out.hardlink_to(file)
     done = cli("draw", "--html", out, "--trace", recorded)
     assert (done.status, done.out, len(done.err.splitlines())) == (2, "", 1)
-    assert "belongs to the trace" in done.err
+    assert "would overwrite" in done.err
     assert file.read_bytes() == before
 
 
