@@ -93,11 +93,14 @@ class _Commands(click.Group):
 @click.group("context-cache", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="context-cache-coordinator", prog_name="context-cache")
 def command_line() -> None:
-    """Own the life of requests in a paged context cache: run workloads through it and measure it.
+    """Own the life of requests in a paged context cache: run workloads through it and measure it, record what happened
+    and do it again, draw its lifecycles and compare them.
 
     \b
-    Example:
-      context-cache run
+    Examples:
+      context-cache run --trace t.jsonl
+      context-cache replay t.jsonl
+      context-cache draw request --format png
     """
 
 
