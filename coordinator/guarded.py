@@ -11,9 +11,9 @@ from context_cache.coordinator.entry import Entry
 from context_cache.coordinator.errors import ContractViolation
 from context_cache.coordinator.handle import RequestHandle
 
-__all__ = ["Guarded"]
+__all__ = ["CALLS", "Guarded"]
 
-_CALLS: Final = {
+CALLS: Final = {
     "finalize_prefill": "finalize_prefill_publication",
     "publish_mtp_endpoint": "publish_hybrid_mtp_endpoint",
     "restore_mtp_boundary": "restore_hybrid_mtp_boundary_hidden",
@@ -60,9 +60,9 @@ class Guarded:
         runner = self._core.request_runner
         if not runner.declares(request.state, event):
             refusal = runner.refuse(request, event)
-            accepted = tuple(_CALLS.get(name, name) for name in refusal.accepted)
+            accepted = tuple(CALLS.get(name, name) for name in refusal.accepted)
             raise ContractViolation(
-                f"request {request.id} is {request.state} and does not take {_CALLS.get(event, event)!r}; "
+                f"request {request.id} is {request.state} and does not take {CALLS.get(event, event)!r}; "
                 f"it takes: {', '.join(accepted)}",
                 request=request.id, state=request.state, event=event, accepted=accepted,
             )  # fmt: skip

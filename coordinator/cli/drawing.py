@@ -87,8 +87,7 @@ def _draw(
     """
     from context_cache.coordinator.cli.app import DoesNotHold, Unusable
     from context_cache.coordinator.cli.arguments import check_inputs, check_output
-    from context_cache.coordinator.cli.output import CannotWrite
-    from context_cache.coordinator.cli.output_set import write_files
+    from context_cache.coordinator.cli.output import CannotWrite, write_files
     from context_cache.coordinator.cli.progress import LateProgress
     from context_cache.diagrams.engines import DrawingFailed, EngineMissing
     from context_cache.diagrams.pictures import PictureError, picture
@@ -114,7 +113,6 @@ def _draw(
             raise Unusable("--html writes one page; leave all options but --trace, --engine and --json away")
         if trace is not None:
             check_inputs(trace, option="--trace", advice="name another file")
-        check_output(html, "--html", [] if trace is None else [trace], makes_folders=True)
         _write_html(html, machines, trace, engine)
         click.echo(json.dumps({"written": [html]}) if as_json else html)
         return

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from context_cache.coordinator.cli.arguments import check_output
 from context_cache.coordinator.cli.output import CannotWrite, write_file
 from context_cache.coordinator.cli.progress import LateProgress
 from context_cache.coordinator.traces.explore import calls_of, facts_of
+from context_cache.coordinator.traces.files import timings_of
 from context_cache.coordinator.traces.header import changed_machines
 from context_cache.coordinator.traces.reader import TraceError, TraceReader
-from context_cache.coordinator.traces.recorder import timings_of, tokens_of
 from context_cache.coordinator.traces.timings import TimedTrace
 from context_cache.diagrams.dot import to_dot
 from context_cache.diagrams.engines import render
@@ -41,7 +42,7 @@ def write_html(
     """Write the page, whole or not at all; an unusable ``out`` is refused before anything is read.
 
     machine_names: the machines to show; none: all of them. engine: what lays the pictures out, see ``engines.render``.
-    Raises CannotExplore, and what ``engines.render`` raises.
+    Raises CannotExplore, Unusable, and what ``engines.render`` raises.
     """
     for name in machine_names:
         if name not in MACHINES:
@@ -60,7 +61,7 @@ def write_html(
 
 
 def _check_place(out: Path | str, trace_path: Path | None) -> None:
-    """Raise CannotExplore if no page can lie there, or if it would take the place of the trace or of a part of it."""
+    """Raise CannotExplore if no page can lie there, Unusable if it would replace the trace or a part of it."""
     place = os.fspath(out)
     if place in ("", os.curdir):
         raise CannotExplore("--html needs the name of a file, and what was given is none")
@@ -68,19 +69,7 @@ def _check_place(out: Path | str, trace_path: Path | None) -> None:
         raise CannotExplore("--html writes a file and not to the standard output; name a file")
     if place.endswith(("/", os.sep)) or os.path.isdir(place):
         raise CannotExplore(f"--html {place}: a folder cannot be written as a page; name a file in it")
-    if trace_path is None:
-        return
-    for part in (os.fspath(trace_path), tokens_of(trace_path), timings_of(trace_path)):
-        if _is_same(place, part):
-            raise CannotExplore(f"--html {place}: {part} belongs to the trace and would be replaced; name another file")
-
-
-def _is_same(one: str, other: str) -> bool:
-    """Whether two paths are one file, whatever they are called, or will be one."""
-    try:
-        return os.path.samefile(one, other)
-    except (OSError, ValueError):
-        return os.path.realpath(one) == os.path.realpath(other)
+    check_output(place, "--html", [] if trace_path is None else [os.fspath(trace_path)], makes_folders=True)
 
 
 def _read(path: Path, steps_max: int) -> ExplorerTrace:

@@ -1,12 +1,13 @@
-"""Files that a command writes: whole or not at all."""
+"""Files that a command writes: whole or not at all, several of them all or none, as far as a file system allows."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["CannotWrite", "write_file"]
+__all__ = ["CannotWrite", "write_file", "write_files"]
 
 
 class CannotWrite(Exception):
@@ -14,25 +15,34 @@ class CannotWrite(Exception):
 
 
 def write_file(path: Path, content: bytes, option: str = "-o") -> None:
-    """Write through a neighbouring file and a rename, so that a reader sees the old file or the new one.
+    """One file, so that a reader sees the old one or the new one; see :func:`write_files`."""
+    write_files({path: content}, option)
+
+
+def write_files(contents: Mapping[Path, bytes], option: str = "-o") -> None:
+    """Write each to a neighbouring file, and rename when the last is written.
 
     option: with which another place can be chosen.
     """
-    if path.exists() and not path.is_file():
-        raise CannotWrite(f"{path} cannot be written (it is no regular file); choose another place with {option}")
+    for path in contents:
+        if path.exists() and not path.is_file():
+            raise CannotWrite(f"{path} cannot be written (it is no regular file); choose another place with {option}")
     # What a link names is replaced, not the link.
-    target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{target.name}.{os.getpid()}.new")
+    targets = {path: Path(os.path.realpath(path)) for path in contents}
+    beside = {path: target.with_name(f".{target.name}.{os.getpid()}.new") for path, target in targets.items()}
+    path = Path()
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            beside.write_bytes(content)
-            beside.replace(target)
-        finally:
-            # Only there if the rename did not happen.
-            with suppress(OSError):
-                beside.unlink()
+        for path, content in contents.items():
+            targets[path].parent.mkdir(parents=True, exist_ok=True)
+            beside[path].write_bytes(content)
+        for path in contents:
+            beside[path].replace(targets[path])
     except OSError as error:
         raise CannotWrite(
             f"{path} cannot be written ({error.strerror or error}); choose another place with {option}"
         ) from None
+    finally:
+        # Only there if the renames did not happen.
+        for waiting in beside.values():
+            with suppress(OSError):
+                waiting.unlink()

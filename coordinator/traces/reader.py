@@ -77,7 +77,7 @@ class Group:
 class TraceReader:
     """An open trace; a context manager.
 
-    header: checked. bytes_read: so far. torn: after the end, whether the last call was incomplete and left out.
+    header: checked. torn: after the end, whether the last call was incomplete and left out.
 
     Raises TraceError for a file that is no trace of this version; OSError if it cannot be opened.
     """
@@ -85,7 +85,6 @@ class TraceReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self.torn = False
-        self.bytes_read = 0
         self._file: BinaryIO = open_journaled(path)
         self._tokens: JournaledBytes | None = None
         self._line = 0
@@ -170,7 +169,6 @@ class TraceReader:
     def _next_line(self) -> bytes:
         self._line += 1
         line = self._file.readline(LINE_BYTES_MAX + 1)
-        self.bytes_read += len(line)
         if len(line) > LINE_BYTES_MAX:
             raise TraceError(
                 f"line {self._line}: longer than {LINE_BYTES_MAX} bytes, which no recorder writes; this is no trace, "

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from context_cache.backends.base import LifecycleDevice
 from context_cache.coordinator.core import Core, Request
 from context_cache.coordinator.errors import ContractViolation
+from context_cache.coordinator.guarded import CALLS
 from context_cache.coordinator.identity import BlockHasher
 from context_cache.coordinator.manager import ResourceType
 from context_cache.coordinator.traces.doors import Acts, NotedAct, WatchedDevice, watched_publisher
@@ -43,12 +44,7 @@ _log = logging.getLogger("context_cache.traces")
 
 _TIMES_MAX: Final = 8192
 _REQUEST: Final = REQUEST.name
-_EVENTS: Final = {
-    "close": "drop",
-    "publish_hybrid_mtp_endpoint": "publish_mtp_endpoint",
-    "restore_hybrid_mtp_boundary_hidden": "restore_mtp_boundary",
-    "finalize_prefill_publication": "finalize_prefill",
-}
+_EVENTS: Final = {call: event for event, call in CALLS.items()}
 """What a call fires at its request, where it is not called as the call is."""
 
 
@@ -186,7 +182,7 @@ class CallRecorder:
                 line = steady.line(arguments, result)
                 if line is not None:
                     self._line(line)
-                    self.steps += steady.count
+                    self.steps += len(happened)
                     if self._timed:
                         self._times.append((self.steps, -1, self.began_at, perf_counter_ns()))
                         if len(self._times) >= _TIMES_MAX:

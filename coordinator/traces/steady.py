@@ -37,10 +37,6 @@ class SteadyCall(Protocol):
     def steps(self) -> list[StepParts]:
         """What happened in it: steps, and no act."""
 
-    @property
-    def count(self) -> int:
-        """How many steps."""
-
     def line(self, arguments: tuple[Any, ...], result: Any) -> bytes | None:
         """The lines of a call with the same steps that ended well, or None if it was another kind of call."""
 
@@ -50,7 +46,6 @@ class _Prepared:
     """prepare_decode_step: with the same headroom, all of it is the same."""
 
     steps: list[StepParts]
-    count: int
     headroom: DecodingKvHeadroom
     whole: bytes
 
@@ -65,7 +60,6 @@ class _Completed:
     """complete_decode_step: a step in which every sequence brought one token differs in its tokens alone."""
 
     steps: list[StepParts]
-    count: int
     encoder: Encoder
     request: Request
     head: bytes
@@ -99,13 +93,13 @@ def steady_call(
     if not plain or len(plain) != len(happened):
         return None
     if name == "prepare_decode_step" and len(arguments) == 2 and result.refusal is None:
-        return _Prepared(plain, len(plain), arguments[1], head + steps)
+        return _Prepared(plain, arguments[1], head + steps)
     if name == "complete_decode_step" and arguments:
         before, found, after = head.partition(b'"tokens":')
         rest = after[after.index(b"]") + 1 :] if found else b""
         # Anything else in the line, such as sequences that ended, belongs to this one step.
         if rest == _PLAIN_END:
-            return _Completed(plain, len(plain), encoder, arguments[0]._request, before + found, rest + steps)
+            return _Completed(plain, encoder, arguments[0]._request, before + found, rest + steps)
     return None
 
 
