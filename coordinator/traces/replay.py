@@ -241,7 +241,7 @@ class _Writing(LastCall):
 @contextmanager
 def rewriting(
     reader: TraceReader, out: str | os.PathLike[str], backend: str, bytes_max: int
-) -> Iterator[tuple[Replay, Callable[[list[bytes]], None]]]:
+) -> Iterator[tuple[Replay, Callable[[list[bytes]], object]]]:
     """A replay whose lines are written to ``out``: the replay, and what takes the lines of a call.
 
     ``out`` is replaced when the block ends well, and is as it was when it does not. Of two that rewrite one trace at
@@ -262,7 +262,7 @@ def rewriting(
             try:
                 header = replace(reader.header, machines=FINGERPRINTS, seed=reader.header.seed if tokens else None)
                 files.line(msgspec.json.encode(header) + b"\n")
-                yield play, lambda lines: _nothing(files.line(b"".join(lines)))
+                yield play, lambda lines: files.line(b"".join(lines))
             finally:
                 play.end()
         finally:
@@ -294,10 +294,6 @@ def rerecord(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> int:
             write(play.make(group, reader))
             calls += 1
     return calls
-
-
-def _nothing(value: object) -> None:
-    """Takes what a sink says of a line."""
 
 
 def first_difference(group: Group, actual: list[bytes]) -> Difference | None:
